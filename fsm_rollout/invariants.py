@@ -1,0 +1,158 @@
+"""The invariants R3.1 to R3.7 of a sample, each a function with its code. Full checks, O(T).
+
+The guards compare lengths on every transition; these run once before COMPLETED or TRUNCATED
+(`states.guards.sound`), again at export, and in `fsm-rollout verify`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from fsm_rollout.columns import LOG_PROB_CEILING, LOG_PROB_FLOOR
+from fsm_rollout.errors import InvariantError
+from fsm_rollout.sample import Sample
+
+Check = Callable[[Sample], Iterator[str]]
+INVARIANTS: dict[str, Check] = {}
+
+
+class Violation(msgspec.Struct, frozen=True):
+    """A broken invariant: its code and what is wrong, with the numbers."""
+
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+def violations(sample: Sample) -> list[Violation]:
+    """All that is wrong with `sample`; when lengths disagree, only that."""
+    found: list[Violation] = []
+    for code, check in INVARIANTS.items():
+        found += [Violation(code, message) for message in check(sample)]
+        if code == "R3.1" and found:
+            break
+    return found
+
+
+def check(sample: Sample) -> None:
+    """Raise InvariantError with the first violation, naming the sample."""
+    for violation in violations(sample):
+        raise InvariantError(violation.code, f"sample {sample.sample_id}: {violation.message}")
+
+
+def _invariant(code: str) -> Callable[[Check], Check]:
+    def register(function: Check) -> Check:
+        INVARIANTS[code] = function
+        return function
+
+    return register
+
+
+@_invariant("R3.1")
+def lengths_agree(sample: Sample) -> Iterator[str]:
+    """tokens = prompt + response; every response column has R entries; the turns tile them."""
+    columns = sample.columns
+    mask = len(columns.loss_mask)
+    log_probs = columns.rollout_log_probs
+    size = mask if log_probs is None else len(log_probs)
+    if not columns.is_aligned:
+        yield (
+            f"{columns.length} tokens, prompt_length {columns.prompt_length}, response_length "
+            f"{columns.response_length}, {mask} loss_mask, {size} rollout_log_probs"
+            + "".join(f", {len(columns.extra(name))} {name}" for name in columns.declared)
+        )
+    at = 0
+    for number, turn in enumerate(sample.turns):
+        if turn.start != at or turn.stop < turn.start:
+            yield f"turn {number} spans [{turn.start}, {turn.stop}), but {at} tokens precede it"
+        at = turn.stop
+    if at != columns.response_length:
+        yield f"turns cover {at} of {columns.response_length} response tokens"
+
+
+@_invariant("R3.2")
+def only_sampled_tokens_are_trained(sample: Sample) -> Iterator[str]:
+    """loss_mask is 0 or 1, and 1 only on tokens that the policy sampled."""
+    mask = sample.loss_mask
+    if mask.size and int(mask.max()) > 1:
+        yield f"loss_mask holds {int(mask.max())}; it must hold 0 and 1"
+    strange = np.flatnonzero(mask & ~sample.sampled.astype(bool))
+    if strange.size:
+        yield f"{strange.size} trained tokens were not sampled, the first at {strange[0]} of R"
+
+
+@_invariant("R3.3")
+def log_probs_belong_to_sampled_tokens(sample: Sample) -> Iterator[str]:
+    """Finite, <= 1e-6 and above the floor on sampled tokens, exactly 0.0 on all others."""
+    log_probs = sample.rollout_log_probs
+    if log_probs is None:
+        return
+    sampled = sample.sampled.astype(bool)
+    good = (log_probs >= LOG_PROB_FLOOR) & (log_probs <= LOG_PROB_CEILING)  # NaN is not good
+    bad = np.flatnonzero(sampled & ~good)
+    if bad.size:
+        yield f"{bad.size} log-probs out of range, {log_probs[bad[0]]} at {bad[0]} of R"
+    extra = np.flatnonzero(~sampled & ~(log_probs == 0))
+    if extra.size:
+        yield f"{extra.size} tokens that were not sampled have a log-prob, the first at {extra[0]}"
+
+
+@_invariant("R3.4")
+def version_runs_tile_the_sampled_tokens(sample: Sample) -> Iterator[str]:
+    """A turn's runs (version, count) sum up to its sampled tokens; forced spans lie inside."""
+    for number, turn in enumerate(sample.turns):
+        covered = sum(count for _, count in turn.weight_versions)
+        if covered != turn.num_sampled or any(count < 1 for _, count in turn.weight_versions):
+            yield (
+                f"turn {number}: version runs {turn.weight_versions} for {turn.num_sampled} "
+                "sampled tokens"
+            )
+        if any(not turn.start <= a < b <= turn.stop for a, b in turn.forced):
+            yield f"turn {number}: forced {turn.forced} outside of [{turn.start}, {turn.stop})"
+
+
+@_invariant("R3.5")
+def budgets_hold(sample: Sample) -> Iterator[str]:
+    """len(tokens) <= max_context, response <= max_response (known in flight)."""
+    if sample.request is None:
+        return
+    limits, columns = sample.request.limits, sample.columns
+    if columns.length > limits.max_context:
+        yield f"{columns.length} tokens > max_context {limits.max_context}"
+    if limits.max_response is not None and columns.response_length > limits.max_response:
+        yield f"{columns.response_length} response tokens > max_response {limits.max_response}"
+
+
+@_invariant("R3.6")
+def the_outcome_agrees(sample: Sample) -> Iterator[str]:
+    """Status, stop reason and reward fit; a sample with nothing to train says so."""
+    reason = sample.stop_reason
+    if reason is not None and reason.status is not sample.status:
+        yield f"stop reason {reason} belongs to {reason.status}, the status is {sample.status}"
+    if sample.status.is_terminal and reason is None:
+        yield f"status {sample.status} without a stop reason"
+    for name, value in (("reward", sample.reward), *sample.reward_parts.items()):
+        if value is not None and not math.isfinite(value):
+            yield f"{name} is {value}"
+    for number, turn in enumerate(sample.turns):
+        if turn.reward is not None and not math.isfinite(turn.reward):
+            yield f"turn {number}: reward is {turn.reward}"
+
+
+@_invariant("R3.7")
+def media_spans_lie_inside(sample: Sample) -> Iterator[str]:
+    """Spans are in order, disjoint and inside the tokens."""
+    at = 0
+    for number, span in enumerate(sample.media):
+        if span.start < at or span.length < 1 or span.start + span.length > sample.columns.length:
+            yield (
+                f"media {number} spans [{span.start}, {span.start + span.length}) of "
+                f"{sample.columns.length} tokens"
+            )
+        at = span.start + span.length

@@ -1,0 +1,147 @@
+"""Turn, ToolCall, Media: what the tokens of a sample are, as spans and counts, never copies.
+
+Plain values: Sample writes them with the columns, the loop adds calls, messages and seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from types import NoneType
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from fsm_rollout.columns import WeightVersion
+from fsm_rollout.errors import InvariantError
+
+FINISHES = frozenset({"stop", "length", "abort", "repetition"})
+Run: TypeAlias = tuple[WeightVersion, int]
+"""a run of tokens that one weight version sampled"""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One attempt of the model to call a tool, well-formed (`error` is None) or not."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    id: str = ""
+    error: str | None = None
+    """why the attempt is malformed: invalid_json, not_an_object, args_not_object, missing_name,
+    bad_name, empty, unterminated, malformed, bad_header, non_finite, too_deep, invalid_unicode,
+    call_in_open_reasoning"""
+    raw: str = ""
+    """a malformed attempt as it was sampled"""
+    span: tuple[int, int] | None = None
+    """its tokens, [start, stop) relative to the turn's first token"""
+
+
+class Media(msgspec.Struct, frozen=True):
+    """A placeholder span of the training stream that stands for one image, audio clip or video."""
+
+    start: int
+    """position in tokens [T]"""
+    length: int
+    """placeholder ids"""
+    item: Any
+    """what the engine is given in its place"""
+
+
+@dataclass(slots=True)
+class Turn:
+    """A span of response tokens with one origin. Spans and counts, never copies."""
+
+    kind: Literal["model", "observation"]
+    start: int  # response-relative, [start, stop)
+    stop: int
+    finish: str | None = (
+        None  # stop | length | abort | repetition; None while open, and on observations
+    )
+    calls: tuple[ToolCall, ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()  # what the span says, as chat messages
+    reward: float | None = None  # of this step: what its tools said
+    seconds: float = 0.0
+    temperature: float | None = None
+    top_p: float | None = None
+    log_prob_kind: str | None = None
+    weight_versions: list[Run] = field(default_factory=list)  # runs that tile the sampled tokens
+    forced: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # response-relative spans put in by us
+
+    @property
+    def is_open(self) -> bool:
+        """The next append of its kind extends it: an interrupted turn that goes on is one turn."""
+        return self.finish is None or self.finish == "abort"
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of this turn that the policy sampled."""
+        if self.kind != "model":
+            return 0
+        return self.stop - self.start - sum(stop - start for start, stop in self.forced)
+
+    def put_in(self, count: int) -> None:
+        """Note that the next `count` tokens are forced; spans that touch are one."""
+        start = self.stop
+        if self.forced and self.forced[-1][1] == start:
+            start = self.forced.pop()[0]
+        self.forced.append((start, self.stop + count))
+
+    def cut(self, stop: int) -> Turn:
+        """This turn up to response position `stop`; a turn that lost its end is open again."""
+        forced = [(a, min(b, stop)) for a, b in self.forced if a < stop]
+        calls = tuple(c for c in self.calls if c.span is None or self.start + c.span[1] <= stop)
+        turn = Turn(
+            self.kind, self.start, stop, None, calls, self.messages, self.reward, self.seconds
+        )
+        turn.temperature, turn.top_p = self.temperature, self.top_p
+        turn.log_prob_kind, turn.forced = self.log_prob_kind, forced
+        turn.weight_versions = _first(self.weight_versions, turn.num_sampled)
+        return turn
+
+
+def finish_of(meta: Mapping[str, Any]) -> str | None:
+    finish = meta.get("finish_reason")
+    if isinstance(finish, Mapping):
+        finish = finish.get("type")
+    if finish is not None and not (isinstance(finish, str) and finish in FINISHES):
+        raise InvariantError(
+            "R3.6.finish", f"finish reason {finish!r} is not one of {', '.join(sorted(FINISHES))}"
+        )
+    return finish
+
+
+def runs_of(meta: Mapping[str, Any], count: int) -> Sequence[Run]:
+    given = meta.get("weight_versions") or [(meta.get("weight_version"), count)]
+    try:
+        runs = [(version, index(n)) for version, n in given]
+    except (TypeError, ValueError) as error:
+        raise InvariantError(
+            "R3.4.versions", f"weight-version runs {given!r}: must be pairs (version, count)"
+        ) from error
+    if sum(n for _, n in runs) != count or min(n for _, n in runs) < 0:
+        raise InvariantError(
+            "R3.4.versions", f"weight-version runs {runs} do not tile {count} tokens"
+        )
+    if any(not isinstance(version, (str, int, NoneType)) for version, _ in runs):
+        raise InvariantError("R3.4.versions", f"weight versions are strings or ints, got {runs}")
+    return runs
+
+
+def extend_runs(runs: list[Run], more: Sequence[Run]) -> None:
+    for version, count in more:
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        elif count:
+            runs.append((version, count))
+
+
+def _first(runs: Sequence[Run], count: int) -> list[Run]:
+    kept: list[Run] = []
+    for version, n in runs:
+        if count > 0:
+            kept.append((version, min(n, count)))
+            count -= n
+    return kept
