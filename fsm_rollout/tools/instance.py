@@ -1,0 +1,147 @@
+"""Instance: one tool object of a request, the flights of its hooks, and whether it owes a release.
+
+Only tools/session.py uses it. `run` puts a hook into a flight of its own, under its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fsm_rollout.limits import Limits
+from fsm_rollout.tools.base import HOOKS, FunctionTool, Tool
+from fsm_rollout.tools.result import describe
+from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How one run of a hook ended."""
+
+    value: Any = None
+    error: BaseException | None = None
+    """what the hook raised by itself, a CancelledError or TimeoutError of its own included"""
+    stopped_s: float | None = None
+    """we stopped it at this deadline, in seconds (or before, because the session closes)"""
+
+    @property
+    def fault(self) -> str | None:
+        """What went wrong, in a few words; None: nothing."""
+        if self.stopped_s is not None:
+            return f"timed out after {self.stopped_s:g} s"
+        return None if self.error is None else f"failed: {describe(self.error)}"
+
+
+class Instance:
+    """One tool object; `tool` is None until `make`."""
+
+    def __init__(
+        self, cls: type[Tool], *, limits: Limits, label: str, on_abandon: Callable[[], None]
+    ) -> None:
+        self.cls = cls
+        self.name = cls.name
+        self.is_live = False
+        """`create` succeeded and the session is open"""
+        self.is_created = False
+        """`create` was started, or there is none"""
+        self.kwargs: dict[str, Mapping[str, Any]] = {hook: {} for hook in HOOKS}
+        self.creation: asyncio.Task[None] | None = None
+        self.flights: set[Flight] = set()
+        self._tool: Tool | None = None
+        self._create: Flight | None = None
+        self._lock = asyncio.Lock()
+        self._limits = limits
+        self._label = f"{label}: tool {self.name}"
+        self._on_abandon = on_abandon
+
+    @property
+    def owes_release(self) -> bool:
+        """`create` was started and did not fail by itself."""
+        return self.is_created and not (self._create is not None and self._create.has_failed)
+
+    @property
+    def is_shared(self) -> bool:
+        """Stateless: its calls may run beside each other in threads, and beside one that hangs."""
+        return issubclass(self.cls, FunctionTool)
+
+    @property
+    def is_busy(self) -> bool:
+        """An abandoned hook still runs in this object, so that no other may."""
+        return not self.is_shared and any(f.is_abandoned and not f.is_done for f in self.flights)
+
+    def make(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the object. Raises whatever its constructor raises."""
+        self.kwargs = {**kwargs}
+        self._tool = self.cls()
+
+    def defines(self, hook: str) -> bool:
+        """The class has a hook of its own."""
+        return getattr(self.cls, hook) is not getattr(Tool, hook)
+
+    async def take_turn(self, slots: AsyncExitStack) -> None:
+        """Wait until one more `execute` may start; `slots` holds the turn."""
+        if self._needs_thread("execute") and not self.is_shared:
+            await slots.enter_async_context(self._lock)
+        if self.cls.max_concurrent is not None:
+            await slots.enter_async_context(gate(self.cls, self.cls.max_concurrent))
+
+    async def run(self, hook: str, arguments: Mapping[str, Any] | None = None) -> Ended:
+        """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
+
+        A cancel stops the hook, within GRACE_S, and is raised again.
+        """
+        kwargs = self.kwargs[hook] if arguments is None else arguments
+        is_release = hook == "release"
+        timeout_s = self._limits.release_timeout_s if is_release else self._limits.tool_timeout_s
+        method = getattr(self._tool, hook)
+
+        def call() -> Any:
+            if hook == "create":
+                self.is_created = True
+            return method(**kwargs)
+
+        in_thread = self._needs_thread(hook)
+        async with AsyncExitStack() as slots:
+            if in_thread:
+                await slots.enter_async_context(gate("threads", MAX_THREADS))
+            label = f"{self._label}: {hook}"
+            flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
+            self.flights.add(flight)
+            if hook == "create":
+                self._create = flight
+            try:
+                if not await flight.settle(timeout_s):
+                    await flight.stop()
+            except asyncio.CancelledError:
+                await flight.stop()
+                raise
+            finally:
+                if flight.is_done:
+                    self.flights.discard(flight)
+        if flight.is_stopped:
+            return Ended(stopped_s=timeout_s)
+        if flight.task.cancelled():
+            return Ended(error=asyncio.CancelledError())
+        error = flight.task.exception()
+        return Ended(error=error) if error is not None else Ended(value=flight.task.result())
+
+    async def halt(self, timeout_s: float) -> set[asyncio.Future[Any]]:
+        """Stop every hook in flight; the threads among them that still run after `timeout_s`."""
+        self.is_live = False
+        if self.creation is not None:
+            self.creation.cancel()
+            await asyncio.wait([self.creation])
+        running = [flight for flight in self.flights if not flight.task.done()]
+        await asyncio.gather(*(flight.stop() for flight in running))
+        threads = [f.thread for f in self.flights if f.thread is not None and not f.thread.done()]
+        if not threads:
+            return set()
+        _, hanging = await asyncio.wait(threads, timeout=timeout_s)
+        return hanging
+
+    def _needs_thread(self, hook: str) -> bool:
+        return self.cls.blocking and not inspect.iscoroutinefunction(getattr(self.cls, hook))

@@ -1,0 +1,231 @@
+"""Flight: one call of a tool's hook, and the supervisor that owns what outlives its deadline.
+
+tools/session.py starts flights and stops them. Nothing here waits for ever: `stop` cancels, waits
+for GRACE_S and abandons. An abandoned flight (a task that swallows its cancellation, a thread that
+hangs) is kept alive and reported here; nobody waits for it, neither asyncio.run nor the exit of the
+interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+GRACE_S = 0.2
+"""how long a cancelled hook may take to clean up"""
+MAX_THREADS = 64
+"""sync hooks that run at the same time in an event loop; abandoned threads do not count"""
+_IDLE_S = 10.0
+_FULL_REPORTS = 10
+
+
+class Flight:
+    """One hook in flight: its task and, for a sync hook, the thread that no cancel stops.
+
+    The hook is alone in its task, so that a CancelledError, TimeoutError or sys.exit() of the tool
+    is told apart from ours and stops nothing else. `on_abandon` is called if it outlives its stop.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[[], Any],
+        *,
+        in_thread: bool,
+        label: str,
+        on_abandon: Callable[[], None],
+    ) -> None:
+        self.label = label
+        self.is_stopped = False
+        self.is_abandoned = False
+        self.thread = _threads.run(hook) if in_thread else None
+        self.task: asyncio.Task[Any] = own(self._run(hook))
+        self.task.add_done_callback(_retrieve)
+        self._on_abandon = on_abandon
+
+    @property
+    def is_done(self) -> bool:
+        """True once neither the task nor the thread runs."""
+        return self.task.done() and (self.thread is None or self.thread.done())
+
+    @property
+    def has_failed(self) -> bool:
+        """The hook raised by itself, not because it was stopped; nothing stops a thread."""
+        if self.thread is not None and self.thread.done() and self.thread.result()[1] is not None:
+            return True
+        if self.is_stopped or not self.task.done():
+            return False
+        return self.task.cancelled() or self.task.exception() is not None
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until it is done, at most `timeout_s`; True if it is."""
+        if not self.is_done:
+            parts = [self.task] if self.thread is None else [self.task, self.thread]
+            await asyncio.wait(parts, timeout=timeout_s)
+        return self.is_done
+
+    async def stop(self) -> None:
+        """Cancel it, give it GRACE_S to clean up, abandon it. Our own cancel ends the grace."""
+        if self.is_done:
+            return
+        self.is_stopped = True
+        self.task.cancel()
+        try:
+            await self.settle(GRACE_S)
+        finally:
+            if not self.is_done and not self.is_abandoned:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        self.is_abandoned = True
+        keep(self.task, self.thread)
+        self._on_abandon()
+        number = next(_abandoned)
+        if number <= _FULL_REPORTS or number % 100 == 0:
+            why = "it swallows its cancellation" if self.thread is None else "its thread hangs"
+            _log.warning("%s: abandoned, %s (no. %d of this process)", self.label, why, number)
+
+    async def _run(self, hook: Callable[[], Any]) -> Any:
+        try:
+            value = hook() if self.thread is None else await self._join()
+            return await value if inspect.isawaitable(value) else value
+        except SystemExit as error:  # would leave the event loop, and stop every other request
+            raise RuntimeError("the tool called sys.exit()") from error
+
+    async def _join(self) -> Any:
+        assert self.thread is not None
+        value, error = await asyncio.shield(self.thread)
+        if error is not None:
+            raise error
+        return value
+
+
+def own(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that only its owner cancels and waits for.
+
+    asyncio.run ends by cancelling every task it knows and waiting for it: a release would be lost,
+    and a tool that swallows its cancellation would be waited for without end.
+    """
+    task = asyncio.create_task(work)
+    asyncio.tasks._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    return task
+
+
+def keep(*futures: asyncio.Future[Any] | None) -> None:
+    """Hold strong references until each is done: asyncio itself holds weak ones."""
+    for future in futures:
+        if future is not None and not future.done():
+            _kept.add(future)
+            future.add_done_callback(_kept.discard)
+
+
+async def join(tasks: Sequence[asyncio.Task[Any]], *, pass_cancel: bool) -> None:
+    """Wait for all of these tasks, each of them bounded; a cancel is raised when they have ended.
+
+    `pass_cancel` cancels them too.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if pass_cancel:
+                for task in pending:
+                    task.cancel()
+    if cancelled is not None:
+        raise cancelled
+
+
+def gate(key: object, limit: int) -> asyncio.Semaphore:
+    """The semaphore of `key` in the running event loop, shared by all sessions."""
+    loop = asyncio.get_running_loop()
+    if _gates.loop is not loop:
+        _gates.loop, _gates.semaphores = loop, {}
+    return _gates.semaphores.setdefault(key, asyncio.Semaphore(limit))
+
+
+class _Gates(threading.local):
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.semaphores: dict[object, asyncio.Semaphore] = {}
+
+
+class _Threads:
+    """Daemon threads that are reused while they answer; one that hangs is never waited for.
+
+    A ThreadPoolExecutor joins its threads at exit, and starves behind a few that hang.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[_Jobs] = deque()
+        os.register_at_fork(after_in_child=self._idle.clear)
+
+    def run(self, call: Callable[[], Any]) -> asyncio.Future[_Outcome]:
+        """Run `call` in a thread now. The future never raises: its result is (value, error)."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_Outcome] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def deliver(outcome: _Outcome) -> None:
+            try:
+                loop.call_soon_threadsafe(future.set_result, outcome)
+            except RuntimeError:
+                _log.debug("a sync hook ended after its event loop was closed")
+
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=self._work, args=(jobs,), name="fsm-tool", daemon=True).start()
+        jobs.put((lambda: context.run(call), deliver))
+        return future
+
+    def _work(self, jobs: _Jobs) -> None:
+        while True:
+            try:
+                call, deliver = jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                try:
+                    self._idle.remove(jobs)
+                except ValueError:  # taken this very moment: its job is on the way
+                    continue
+                return
+            outcome = _call(call)
+            self._idle.append(jobs)
+            deliver(outcome)
+            del call, deliver, outcome
+
+
+def _call(call: Callable[[], Any]) -> _Outcome:
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:  # KeyboardInterrupt, CancelledError: no signals of ours in here
+        return None, RuntimeError(f"the tool raised {type(error).__name__}")
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Mark an exception as seen; else asyncio logs it when nobody waits for an abandoned task."""
+    if not task.cancelled():
+        task.exception()
+
+
+_Outcome = tuple[Any, Exception | None]
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[_Outcome], None]]]
+_threads = _Threads()
+_gates = _Gates()
+_kept: set[asyncio.Future[Any]] = set()
+_abandoned = itertools.count(1)
