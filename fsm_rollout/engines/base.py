@@ -1,0 +1,138 @@
+"""Engine: the protocol that the loop drives, and Generation, an answer that passed every check.
+
+Three methods, so that a trainer's own client wraps in a few lines. An engine turns whatever goes
+wrong into an EngineError that carries a StopReason; a bad reply never becomes data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fsm_rollout.columns import Columns, Floats, Ints, WeightVersion, float32, int32
+from fsm_rollout.errors import ConfigError, EngineError, InvariantError
+from fsm_rollout.limits import StopReason
+
+Finish = Literal["stop", "length", "abort", "repetition"]
+LogProbKind = Literal["scaled", "raw", "processed"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the policy samples: one frozen value per run, budgets are computed beside it."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off"""
+    stop_token_ids: tuple[int, ...] = ()
+    """ids that end a turn; sampled ones stay in the turn. Empty: the engine's own end-of-turn ids"""
+    seed: int | None = None
+    """derived by the loop from (run seed, index, attempt, turn); None: unseeded"""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k must be >= 0 (0: off), got {self.top_k}")
+
+
+class Generation(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """An engine's checked answer: N new tokens. Build it with `checked`."""
+
+    token_ids: npt.NDArray[np.int32]  # [N], stop token included
+    log_probs: npt.NDArray[np.float32] | None  # [N], log_softmax(logits / temperature)
+    finish: Finish
+    matched: int | str | None = None
+    """the stop token id or string"""
+    weight_versions: tuple[tuple[WeightVersion, int], ...] = ()
+    """runs (version, token count) that tile token_ids; empty: one run of unknown version"""
+    prompt_tokens: int = 0
+    log_prob_kind: LogProbKind = "scaled"
+    engine_id: str = ""
+
+
+def checked(
+    token_ids: Ints,
+    log_probs: Floats | None,
+    finish: str,
+    *,
+    max_new_tokens: int,
+    vocab_size: int | None = None,
+    log_probs_required: bool = True,
+    matched: int | str | None = None,
+    weight_versions: Sequence[tuple[WeightVersion, int]] = (),
+    prompt_tokens: int = 0,
+    log_prob_kind: LogProbKind = "scaled",
+    engine_id: str = "",
+) -> Generation:
+    """A Generation, or EngineError (missing_log_probs, bad_reply) when the reply fails a check.
+
+    Checked: ids are int32 and in the vocabulary, at most `max_new_tokens` of them, one finite
+    log-prob <= 0 for each, a known finish reason, version runs that tile the ids.
+    """
+    source = f"engine {engine_id or 'unnamed'}"
+    try:
+        ids = int32(token_ids)
+        values = None if log_probs is None else float32(log_probs)
+    except InvariantError as error:
+        raise _bad(f"{source}: {error.message}") from error
+    if log_probs_required and values is None:
+        raise EngineError(
+            f"{source} returned {len(ids)} tokens without log-probs; switch them on in the engine",
+            reason=StopReason.MISSING_LOG_PROBS,
+        )
+    if values is not None and len(values) != len(ids):
+        raise _bad(f"{source} returned {len(values)} log-probs for {len(ids)} tokens")
+    if len(ids) > max_new_tokens:
+        raise _bad(f"{source} returned {len(ids)} tokens, asked for at most {max_new_tokens}")
+    if vocab_size is not None and len(ids) and int(ids.max()) >= vocab_size:
+        raise _bad(f"{source} returned token id {ids.max()}, the vocabulary has {vocab_size}")
+    if finish not in get_args(Finish):
+        raise _bad(f"{source} returned the unknown finish reason {finish!r}")
+    runs = tuple((version, count) for version, count in weight_versions)
+    if runs and (sum(n for _, n in runs) != len(ids) or min(n for _, n in runs) < 0):
+        raise _bad(f"{source} returned weight-version runs {runs} for {len(ids)} tokens")
+    return Generation(
+        token_ids=ids,
+        log_probs=values,
+        finish=finish,  # type: ignore[arg-type]
+        matched=matched,
+        weight_versions=runs,
+        prompt_tokens=prompt_tokens,
+        log_prob_kind=log_prob_kind,
+        engine_id=engine_id,
+    )
+
+
+def _bad(message: str) -> EngineError:
+    return EngineError(message, reason=StopReason.BAD_REPLY)
+
+
+class Engine(Protocol):
+    """What the loop needs from an inference engine.
+
+    `generate` continues the ids in `columns` by at most `max_new_tokens` tokens and returns a
+    Generation, or raises EngineError; cancelling it frees the engine's work. `abort(request_id)` makes
+    a running `generate` return what it has, with finish "abort"; unknown ids are ignored.
+    """
+
+    async def generate(
+        self,
+        columns: Columns,
+        max_new_tokens: int,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        session_id: str,
+        media: Sequence[Any] | None = None,
+    ) -> Generation: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def close(self) -> None: ...
