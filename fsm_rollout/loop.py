@@ -1,0 +1,322 @@
+"""Loop: plays one request from PENDING to a terminal status. Read this first.
+
+A turn is six hops and never goes back: encode, generate, append, parse and run tools, append, fire.
+I/O happens between `machine.fire` calls; progress and metrics listen to the transitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from fsm_rollout.codec import Codec
+from fsm_rollout.engines.base import Engine, Generation, SamplingParams
+from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.request import Request
+from fsm_rollout.rewards import RewardError, RewardFunction, score
+from fsm_rollout.states.guards import attempts_left, needs_observation, retryable
+from fsm_rollout.states.machine import Machine
+from fsm_rollout.states.table import Event
+from fsm_rollout.tools.registry import Toolset
+from fsm_rollout.tools.session import CallResult, ToolSession
+
+logger = logging.getLogger(__name__)
+
+_NOT_RETRIED = frozenset(
+    {StopReason.CANCELLED, StopReason.PAUSED, StopReason.STALE, StopReason.REWARD_ERROR}
+)
+"""aborts that somebody asked for, or that another rollout would not mend: a retry is the caller's"""
+
+
+@dataclass(slots=True, kw_only=True)
+class Loop:
+    """What one request needs to be played: an engine, a codec, tools, the machine.
+
+    Shared by all requests of a run; it holds no state of any of them.
+    """
+
+    engine: Engine
+    codec: Codec
+    tools: Toolset
+    machine: Machine
+    params: SamplingParams
+    reward: RewardFunction | None = None
+    seed: int = 0
+
+    async def run(self, request: Request) -> Request:
+        """Play `request` to its end, with retries from scratch, and seal it.
+
+        Never raises for what an engine, a tool or a reward does; a cancel from outside aborts the
+        request, releases its tools and is passed on.
+        """
+        try:
+            await self.play(request)
+            while self._may_retry(request):
+                await self.release(request)
+                self.machine.fire(Event.RETRY, request)
+                await self.play(request)
+        finally:
+            await self.release(request)
+            if request.is_done:
+                request.seal()
+        return request
+
+    async def play(self, request: Request) -> None:
+        """One attempt, fresh or resumed: from PENDING to a terminal status, reward included.
+
+        The tools stay alive for a `resume`; `release` ends them.
+        """
+        try:
+            async with asyncio.timeout(request.limits.request_timeout_s) as clock:
+                session = await self._session(request)
+                while not request.is_done:
+                    match request.status:
+                        case Status.PENDING:
+                            await self._start(request)
+                        case Status.GENERATING:
+                            await self._generate(request)
+                        case Status.TOOL_CALLING:
+                            await self._observe(request, session)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            if not request.is_done:
+                self.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
+        except asyncio.CancelledError:
+            self._abort(request, StopReason.CANCELLED, "cancelled from outside")
+            raise
+        await self._finish(request)
+
+    async def release(self, request: Request) -> None:
+        """Release the request's tools, once; nothing to do when it has none."""
+        if isinstance(request.session, ToolSession):
+            await request.session.close()
+
+    # -- one status --------------------------------------------------------------------------------
+
+    async def _start(self, request: Request) -> None:
+        request.error = ""
+        if not request.sample.columns.length:
+            ids = request.prompt_ids or await self.codec.prompt_async(request.prompt)
+            try:
+                request.set_prompt(ids)
+            except InvariantError as error:
+                return self._abort(request, StopReason.PROMPT_OVERFLOW, str(error))
+        if needs_observation(request):  # resumed while its tools ran
+            self.machine.settle(Event.OBSERVE, request)
+        else:
+            self.machine.settle(Event.GENERATE, request)
+
+    async def _generate(self, request: Request) -> None:
+        seq, started = request.seq, time.monotonic()
+        try:
+            generation = await self._ask(request)
+        except EngineError as error:
+            if request.seq == seq:
+                self._end(request, error.reason, str(error), final=error.final)
+            return
+        if request.seq != seq:  # ended meanwhile: the reply is late
+            return
+        try:
+            self._append(request, generation)
+        except InvariantError as error:
+            missing = error.code == StopReason.MISSING_LOG_PROBS
+            reason = StopReason.MISSING_LOG_PROBS if missing else StopReason.BAD_REPLY
+            return self._abort(request, reason, str(error))
+        turn = request.sample.turns[-1]
+        turn.seconds += time.monotonic() - started
+        if generation.finish == "abort":
+            return self._abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
+        self._read(request)
+        if generation.finish == "length":
+            self.machine.settle(Event.TRUNCATE, request, StopReason.LENGTH)
+        elif generation.finish == "repetition":
+            self.machine.settle(Event.TRUNCATE, request, StopReason.REPETITION)
+        elif turn.calls:
+            self.machine.settle(Event.OBSERVE, request)
+        else:
+            self.machine.settle(Event.COMPLETE, request, StopReason.STOP)
+
+    async def _observe(self, request: Request, session: ToolSession) -> None:
+        seq, started, sample = request.seq, time.monotonic(), request.sample
+        turn = sample.turns[-1]
+        allowed = request.limits.max_tool_calls - request.num_tool_calls
+        results = await session.execute(turn.calls, allowed=allowed)
+        messages = [self._tool_message(result, session) for result in results]
+        delta = await self.codec.delta_async(sample.columns.last_id, messages)
+        if request.seq != seq:  # ended meanwhile: the results are late
+            return
+        sample.non_generation_time += time.monotonic() - started
+        request.num_tool_calls += sum(result.executed for result in results)
+        request.num_invalid_calls += sum(result.is_invalid for result in results)
+        rewards = [r.response.reward for r in results if r.response.reward is not None]
+        turn.reward = sum(rewards) if rewards else None
+        if request.num_invalid_calls > request.limits.max_invalid_calls:
+            self.machine.settle(Event.COMPLETE, request, StopReason.INVALID_CALLS)
+            return
+        room = sample.room
+        sample.append_response_tokens(delta[:room], trainable=False)
+        if room:
+            sample.turns[-1].messages += tuple(messages)
+        if len(delta) > room:
+            self.machine.settle(Event.TRUNCATE, request, StopReason.OBSERVATION_OVERFLOW)
+        elif any(result.response.stop for result in results):
+            self.machine.settle(Event.COMPLETE, request, StopReason.TOOL_STOP)
+        else:
+            self.machine.settle(Event.GENERATE, request)
+
+    async def _finish(self, request: Request) -> None:
+        sample, session = request.sample, request.session
+        sample.response = self.codec.decode(sample.columns.response_ids())
+        sample.remove_sample = sample.columns.num_trained == 0
+        if request.status is Status.ABORTED:
+            return
+        limits = request.limits
+        try:
+            rewards = await self._tool_rewards(session)
+            await score(request, rewards, self.reward, timeout_s=limits.tool_timeout_s)
+        except RewardError as error:
+            self._abort(request, StopReason.REWARD_ERROR, str(error))
+        except asyncio.CancelledError:
+            self._abort(request, StopReason.CANCELLED, "cancelled while the reward was computed")
+            raise
+
+    async def _tool_rewards(self, session: object) -> Mapping[str, float]:
+        if not isinstance(session, ToolSession):
+            return {}
+        rewards = await session.calc_rewards()
+        if failed := session.reward_errors:
+            raise RewardError("; ".join(f"tool {name!r}: {why}" for name, why in failed.items()))
+        return rewards
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    async def _session(self, request: Request) -> ToolSession:
+        if isinstance(request.session, ToolSession):
+            return request.session
+        session = request.session = ToolSession(
+            self.tools,
+            kwargs=request.tools_kwargs,
+            limits=request.limits,
+            label=f"request {request.index}, attempt {request.attempt}",
+        )
+        await session.open()
+        if session.failed_required:
+            why = "; ".join(
+                f"{name}: {session.unavailable[name]}" for name in session.failed_required
+            )
+            self._abort(
+                request, StopReason.TOOL_UNAVAILABLE, f"required tools failed to open: {why}"
+            )
+        return session
+
+    async def _ask(self, request: Request) -> Generation:
+        """The engine's answer, or EngineError whatever else its code raises."""
+        timeout_s, sample = request.limits.turn_timeout_s, request.sample
+        try:
+            async with asyncio.timeout(timeout_s) as clock:
+                return await self.engine.generate(
+                    sample.columns,
+                    request.max_new_tokens,
+                    self._params(request),
+                    request_id=f"{sample.session_id}.{request.attempt}.{request.seq}",
+                    session_id=sample.session_id,
+                )
+        except EngineError:
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise EngineError(
+                "the engine raised CancelledError by itself", reason=StopReason.ENGINE_ERROR
+            ) from None
+        except Exception as error:
+            if isinstance(error, TimeoutError) and clock.expired():
+                raise EngineError(
+                    f"no reply within turn_timeout_s ({timeout_s} s)", reason=StopReason.DEADLINE
+                ) from error
+            logger.exception("request %d: the engine raised", request.index)
+            raise EngineError(
+                f"the engine raised {error!r}", reason=StopReason.ENGINE_ERROR
+            ) from error
+
+    def _params(self, request: Request) -> SamplingParams:
+        """The run's parameters with a seed of this turn's own."""
+        params = self.params
+        turn = f"{self.seed}/{request.index}/{request.attempt}/{request.num_turns}"
+        seed = int.from_bytes(blake2b(turn.encode(), digest_size=4).digest()) >> 1
+        stop = params.stop_token_ids or tuple(sorted(self.codec.stop_ids))
+        return msgspec.structs.replace(params, seed=seed, stop_token_ids=stop)
+
+    def _append(self, request: Request, generation: Generation) -> None:
+        request.sample.append_response_tokens(
+            generation.token_ids,
+            generation.log_probs,
+            meta_info={
+                "finish_reason": generation.finish,
+                "weight_versions": generation.weight_versions,
+                "temperature": self.params.temperature,
+                "top_p": self.params.top_p,
+                "log_prob_kind": generation.log_prob_kind,
+            },
+        )
+
+    def _read(self, request: Request) -> None:
+        """Parse the finished turn once, all of it: what it says and which tools it calls."""
+        sample = request.sample
+        turn = sample.turns[-1]
+        parsed = self.codec.parse(
+            sample.columns.response_ids(turn.start, turn.stop),
+            finish=turn.finish or "",
+            call_id=f"call_{sample.num_turns}",
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if self.tools.schemas and parsed.calls:
+            turn.calls = parsed.calls
+            message["tool_calls"] = [
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": c.arguments},
+                }
+                for c in parsed.calls
+            ]
+        turn.messages = (message,)
+
+    def _tool_message(self, result: CallResult, session: ToolSession) -> dict[str, Any]:
+        text, call = result.response.text, result.call
+        cap = session.token_cap(call.name)
+        if cap is not None:
+            text = self.codec.fit(text, cap, side=session.truncate_side(call.name))
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+    def _may_retry(self, request: Request) -> bool:
+        return (
+            request.status is Status.ABORTED
+            and request.stop_reason not in _NOT_RETRIED
+            and retryable(request)
+            and attempts_left(request)
+        )
+
+    def _end(self, request: Request, reason: StopReason, why: str, *, final: bool) -> None:
+        if reason.status is Status.TRUNCATED:  # the engine met a limit that we did not know
+            self.machine.settle(Event.TRUNCATE, request, reason)
+        else:
+            request.final = final
+            self._abort(request, reason, why)
+
+    def _abort(self, request: Request, reason: StopReason, why: str) -> None:
+        if request.status is not Status.ABORTED:
+            request.error = why
+            self.machine.fire(Event.ABORT, request, reason)

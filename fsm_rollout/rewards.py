@@ -1,0 +1,79 @@
+"""Rewards: what a finished request earned, in named parts.
+
+A reward function's value if there is one, else the sum of what the tools say. None is never 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from fsm_rollout.errors import RolloutError
+from fsm_rollout.request import Request
+from fsm_rollout.tools.supervisor import Flight
+
+Score: TypeAlias = float | Mapping[str, float] | None
+"""a number; or named parts, whose sum is the reward; or None: no reward"""
+RewardFunction: TypeAlias = Callable[[Request], Score | Awaitable[Score]]
+
+logger = logging.getLogger(__name__)
+
+
+class RewardError(RolloutError):
+    """The reward could not be computed; the loop aborts the request as reward_error."""
+
+
+async def score(
+    request: Request,
+    tool_rewards: Mapping[str, float],
+    function: RewardFunction | None,
+    *,
+    timeout_s: float,
+) -> None:
+    """Write `reward` and `reward_parts` of a COMPLETED or TRUNCATED request.
+
+    A sync function runs in a thread. Raises RewardError when the function raises, outlives
+    `timeout_s` or returns what is no finite number.
+    """
+    parts = {f"tool/{name}": value for name, value in tool_rewards.items()}
+    if function is None:
+        request.reward = sum(tool_rewards.values()) if tool_rewards else None
+    else:
+        value = await _call(function, request, timeout_s)
+        named = value if isinstance(value, Mapping) else {} if value is None else {"reward": value}
+        parts |= {name: _finite(name, part) for name, part in named.items()}
+        request.reward = sum(parts[name] for name in named) if named else None
+    request.reward_parts = parts
+
+
+async def _call(function: RewardFunction, request: Request, timeout_s: float) -> object:
+    flight = Flight(
+        lambda: function(request),
+        in_thread=not inspect.iscoroutinefunction(function),
+        label=f"reward function, request {request.index}",
+        on_abandon=lambda: None,
+    )
+    try:
+        done = await flight.settle(timeout_s)
+    finally:
+        if not flight.is_done:
+            await flight.stop()
+    if not done:
+        raise RewardError(f"the reward function gave no value within {timeout_s} s")
+    if (
+        error := flight.task.exception()
+        if not flight.task.cancelled()
+        else RuntimeError("cancelled")
+    ):
+        logger.error("request %d: the reward function raised", request.index, exc_info=error)
+        raise RewardError(f"the reward function raised {error!r}") from error
+    return flight.task.result()
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RewardError(f"reward {name!r} is {value!r}; it must be a finite number or None")
+    return float(value)

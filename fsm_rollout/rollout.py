@@ -1,0 +1,139 @@
+"""Rollout: what a trainer holds. Builds the parts, plays many prompts, hands back groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsm_rollout.codec import Codec
+from fsm_rollout.dataset import PromptRow, checked_rows
+from fsm_rollout.engines.base import Engine, SamplingParams
+from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.limits import Limits
+from fsm_rollout.loop import Loop
+from fsm_rollout.request import Group, Request
+from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.states.machine import Listener, Machine
+from fsm_rollout.tools.registry import Toolset, ToolSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+
+class Rollout:
+    """Plays requests against one engine, one codec and one set of tools.
+
+    `tokenizer` with a chat template, or a ready `codec`. `parser` names the wire format of tool
+    calls. `reward` scores a finished request (default: the sum of what its tools say).
+    Raises ConfigError (TemplateError) at once when a part does not fit: nothing starts half-way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        codec: Codec | None = None,
+        tools: Toolset | Sequence[ToolSpec] = (),
+        parser: str = "hermes",
+        chat_template: str | None = None,
+        limits: Limits | None = None,
+        params: SamplingParams | None = None,
+        reward: RewardFunction | None = None,
+        log_probs: bool = True,
+        max_concurrent: int = 256,
+        seed: int = 0,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        if (tokenizer is None) is (codec is None):
+            raise ConfigError("Rollout needs a tokenizer or a codec, and not both")
+        self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
+        self.codec = codec or Codec(
+            tokenizer,
+            tools=self.tools.schemas,
+            parser=parser,
+            chat_template=chat_template,
+        )
+        self.limits = limits or Limits()
+        self.log_probs = log_probs
+        self.max_concurrent = max_concurrent
+        self.loop = Loop(
+            engine=engine,
+            codec=self.codec,
+            tools=self.tools,
+            machine=Machine(listeners),
+            params=params or SamplingParams(),
+            reward=reward,
+            seed=seed,
+        )
+
+    async def generate(
+        self, rows: Iterable[PromptRow | Mapping[str, Any] | str], *, num_samples: int = 1
+    ) -> list[Group]:
+        """Play `num_samples` requests of each row; one Group per row, in order.
+
+        A row is a prompt or `{prompt, label, metadata, tools_kwargs}`. Every request comes back
+        COMPLETED, TRUNCATED or ABORTED with a reason. Raises ConfigError, naming the row, before
+        anything starts.
+        """
+        groups = [
+            self._group(index, row, num_samples)
+            for index, row in enumerate(checked_rows(rows, self.tools))
+        ]
+        for group in groups:  # once per group, and before anything starts
+            try:
+                ids = await self.codec.prompt_async(group.requests[0].prompt)
+            except ConfigError as error:
+                raise ConfigError(f"row {group.index + 1}: {error}") from error
+            for request in group.requests:
+                request.prompt_ids = ids
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def admitted(request: Request) -> None:
+            async with gate:
+                await self.run(request)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    for request in group.requests:
+                        tasks.create_task(admitted(request))
+        except BaseExceptionGroup as bugs:  # a bug of ours or of a listener: no request's fault
+            raise bugs.exceptions[0] from bugs
+        return groups
+
+    def _group(self, index: int, row: PromptRow, num_samples: int) -> Group:
+        requests = [
+            Request(
+                prompt=row.prompt,
+                index=index * num_samples + member,
+                group_index=index,
+                limits=self.limits,
+                label=row.label,
+                metadata=row.metadata,
+                tools_kwargs=row.tools_kwargs,
+                log_probs=self.log_probs,
+            )
+            for member in range(num_samples)
+        ]
+        return Group(index, requests)
+
+    async def run(self, request: Request) -> Request:
+        """Play one request of your own to its end; see `Loop.run`."""
+        return await self.loop.run(request)
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a rollout from code that is not async: `fsm_rollout.run(rollout.generate(rows))`.
+
+    Raises RolloutError, at once, where an event loop already runs (a notebook): `await` it there.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    coroutine.close()
+    raise RolloutError("an event loop is already running here: use `await` in place of `run(...)`")

@@ -1,0 +1,251 @@
+"""Rollout: rows in, groups out; bad input is named before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsm_rollout
+from fsm_rollout.dataset import PromptRow, read_rows, read_samples, write_samples
+from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
+from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.request import samples_of
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.states.machine import Transition
+from fsm_rollout.testing.tokenizer import tiny_tokenizer
+from fsm_rollout.tools.base import Tool
+
+TOKENIZER = tiny_tokenizer()
+
+
+class Check(Tool):
+    """Check an answer."""
+
+    def create(self, truth: str = "42") -> None:
+        self.truth = truth
+
+    def execute(self, answer: str) -> str:
+        """answer: the answer"""
+        return "right" if answer == self.truth else "wrong"
+
+
+def scripted(*script: Any) -> ScriptedEngine:
+    return ScriptedEngine(list(script), tokenizer=TOKENIZER)
+
+
+def test_each_row_becomes_a_group_of_requests_with_equal_prompts_and_own_indices() -> None:
+    rollout = Rollout(scripted("yes"), TOKENIZER)
+    rows = ["a", {"prompt": [{"role": "user", "content": "b"}], "label": 7, "metadata": {"k": 1}}]
+    first, second = fsm_rollout.run(rollout.generate(rows, num_samples=3))
+    assert [request.index for request in (*first.requests, *second.requests)] == list(range(6))
+    assert [request.group_index for request in second.requests] == [1, 1, 1]
+    assert {r.label for r in second.requests} == {7}
+    assert second.samples[0].metadata == {"k": 1}
+    assert len({r.sample.tokens[: r.sample.prompt_length].tobytes() for r in first.requests}) == 1
+    assert all(r.status is Status.COMPLETED and r.is_sealed for r in first.requests)
+    assert len(samples_of([first, second])) == 6
+
+
+def test_an_aborted_request_is_in_its_group_but_not_among_its_samples() -> None:
+    def script(asked: Asked) -> Any:
+        return Reply([1], None) if asked.session_id == "1" else "yes"
+
+    engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+    (group,) = fsm_rollout.run(Rollout(engine, TOKENIZER).generate(["a"], num_samples=3))
+    assert [r.status for r in group.requests].count(Status.ABORTED) == 1
+    assert group.requests[1].stop_reason is StopReason.MISSING_LOG_PROBS
+    assert [sample.rollout_id for sample in group.samples] == [0, 2]
+    assert len(group.rewards) == 3
+
+
+def test_no_more_requests_run_at_once_than_allowed() -> None:
+    running, most = 0, 0
+
+    def listen(transition: Transition) -> None:
+        nonlocal running, most
+        running += transition.dest is Status.GENERATING
+        running -= transition.dest.is_terminal
+        most = max(most, running)
+
+    engine = ScriptedEngine(lambda _: Reply([1], [-1.0], delay_s=0.001))
+    rollout = Rollout(engine, TOKENIZER, max_concurrent=3, listeners=[listen])
+    fsm_rollout.run(rollout.generate(["a"] * 4, num_samples=4))
+    assert most == 3
+
+
+def test_one_slow_tool_does_not_hold_up_the_others() -> None:
+    done: list[int] = []
+
+    class Sleep(Tool):
+        """Sleep."""
+
+        async def execute(self, seconds: float) -> str:
+            """seconds: how long"""
+            await asyncio.sleep(seconds)
+            return ""
+
+    def script(asked: Asked) -> str:
+        if asked.request_id.endswith(".1"):
+            seconds = 0.3 if asked.session_id == "0" else 0
+            return (
+                f'<tool_call>{{"name": "sleep", "arguments": {{"seconds": {seconds}}}}}</tool_call>'
+            )
+        return "done"
+
+    def listen(transition: Transition) -> None:
+        if transition.dest.is_terminal:
+            done.append(transition.request.index)
+
+    engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER, tools=[Sleep], listeners=[listen])
+    fsm_rollout.run(rollout.generate(["a"] * 20))
+    assert done[-1] == 0
+    assert sorted(done) == list(range(20))
+
+
+def test_a_bug_in_a_listener_reaches_the_caller_and_the_others_are_released() -> None:
+    released: list[int] = []
+
+    class Held(Tool):
+        """Held until release."""
+
+        async def execute(self, text: str) -> str:
+            """text: anything"""
+            await asyncio.sleep(5)
+            return ""
+
+        def release(self) -> None:
+            released.append(1)
+
+    def listen(transition: Transition) -> None:
+        if transition.request.index == 3 and transition.dest is Status.TOOL_CALLING:
+            raise ZeroDivisionError("a bug")
+
+    call = '<tool_call>{"name": "held", "arguments": {"text": ""}}</tool_call>'
+    rollout = Rollout(scripted(call), TOKENIZER, tools=[Held], listeners=[listen])
+    started = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        fsm_rollout.run(rollout.generate(["a"] * 5))
+    assert len(released) == 5
+    assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, r"row 2: no prompt"),
+        ({"question": "q", "answer": "a"}, r"row 2: no prompt in it: it has question, answer"),
+        ("", r"row 2: the prompt is empty"),
+        ({"prompt": []}, r"row 2: the prompt is empty"),
+        ({"prompt": 3}, r"row 2: .*prompt"),
+        ({"prompt": "x", "labels": 1}, r"row 2: .*labels.*label"),
+        ({"prompt": [{"role": "usr", "content": "x"}]}, r"row 2: .*usr"),
+        ({"prompt": "x", "tools_kwargs": {"chek": {}}}, r"row 2: .*chek.*check"),
+        (
+            {"prompt": "x", "tools_kwargs": {"check": {"create_kwargs": {"trut": "1"}}}},
+            r"row 2: .*check.*create.*trut",
+        ),
+        (
+            {"prompt": "x", "tools_kwargs": {"check": {"creat_kwargs": {}}}},
+            r"row 2: .*creat_kwargs.*create_kwargs",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_before_anything_starts(row: Any, said: str) -> None:
+    engine = scripted("yes")
+    rollout = Rollout(engine, TOKENIZER, tools=[Check])
+    with pytest.raises(ConfigError, match=said):
+        fsm_rollout.run(rollout.generate(["fine", row]))
+    assert not engine.asked
+
+
+def test_a_jsonl_file_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": }\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:3: "):
+        read_rows(path)
+    path.write_text('{"prompt": "a"}\n{"prompts": "b"}\n')
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: no prompt in it: it has prompts"):
+        read_rows(path)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no rows"):
+        read_rows(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_rows(tmp_path / "other.jsonl")
+    path.write_text('{"prompt": "a", "label": 3}\n')
+    assert read_rows(path) == [PromptRow(prompt="a", label=3)]
+
+
+def test_samples_come_back_from_the_file_equal(tmp_path: Path) -> None:
+    huge = 10**30
+    arguments = f'{{"answer": "\\ud83d\\ude00", "n": {huge}}}'
+    call = f'<tool_call>{{"name": "check", "arguments": {arguments}}}</tool_call>'
+    rollout = Rollout(scripted(call, "done é"), TOKENIZER, tools=[Check])
+    groups = fsm_rollout.run(rollout.generate(["aé"], num_samples=2))
+    samples = samples_of(groups)
+    path = tmp_path / "out" / "samples.jsonl"
+    assert write_samples(path, samples) == 2
+    back = read_samples(path)
+    assert [json.dumps(s.to_dict()) for s in back] == [json.dumps(s.to_dict()) for s in samples]
+    assert back[0].turns[0].calls[0].arguments["n"] == huge
+
+
+def test_a_sample_file_names_file_line_and_field(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    rollout = Rollout(scripted("yes"), TOKENIZER)
+    write_samples(path, samples_of(fsm_rollout.run(rollout.generate(["a"]))))
+    row = json.loads(path.read_text())
+    for change, said in (
+        ({"schema": 99}, "schema 99"),
+        ({"tokens": ["x"]}, r"tokens"),
+        ({"status": "nearly"}, r"status"),
+        ({"surprise": 1}, r"surprise"),
+    ):
+        path.write_text(json.dumps(row) + "\n" + json.dumps(row | change))
+        with pytest.raises(ConfigError, match=rf"samples\.jsonl:2: .*{said}"):
+            read_samples(path)
+
+
+def test_run_says_what_to_do_inside_a_running_loop() -> None:
+    rollout = Rollout(scripted("yes"), TOKENIZER)
+
+    async def notebook() -> None:
+        with pytest.raises(RolloutError, match="await"):
+            fsm_rollout.run(rollout.generate(["a"]))
+        (group,) = await rollout.generate(["a"])
+        assert group.is_done
+
+    asyncio.run(notebook())
+
+
+def test_a_rollout_wants_a_tokenizer_or_a_codec() -> None:
+    with pytest.raises(ConfigError, match="tokenizer or a codec"):
+        Rollout(scripted("yes"))
+
+
+def test_an_unknown_parser_is_named_with_the_one_that_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"herms.*hermes"):
+        Rollout(scripted("yes"), TOKENIZER, parser="herms")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_prompt": 100, "max_response": 100, "max_context": 150},
+        {"max_prompt": 200, "max_context": 150},
+        {"max_turns": 0},
+        {"max_new_tokens": -1},
+        {"tool_timeout_s": 0},
+        {"turn_timeout_s": float("nan")},
+    ],
+)
+def test_limits_that_contradict_name_their_fields(limits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Limits(**limits)
+    assert all(name in str(raised.value) for name in limits)
