@@ -186,8 +186,7 @@ class Columns:
         response = len(self._ids) - self.prompt_length
         log_probs = self._log_probs
         return (
-            response >= 0
-            and len(self._mask) == response
+            len(self._mask) == response
             and (log_probs is None or len(log_probs) == response)
             and (not self._extra or all(len(a) == self._rows(n) for n, a in self._extra.items()))
         )

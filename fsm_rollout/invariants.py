@@ -137,6 +137,9 @@ def the_outcome_agrees(sample: Sample) -> Iterator[str]:
         yield f"stop reason {reason} belongs to {reason.status}, the status is {sample.status}"
     if sample.status.is_terminal and reason is None:
         yield f"status {sample.status} without a stop reason"
+    is_delivered = sample.is_sealed and sample.status.is_terminal
+    if is_delivered and not sample.columns.num_trained and not sample.remove_sample:
+        yield "no token to train on, but remove_sample is False"
     for name, value in (("reward", sample.reward), *sample.reward_parts.items()):
         if value is not None and not math.isfinite(value):
             yield f"{name} is {value}"

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 _NOT_RETRIED = frozenset(
     {StopReason.CANCELLED, StopReason.PAUSED, StopReason.STALE, StopReason.REWARD_ERROR}
 )
-"""aborts that somebody asked for, or that another rollout would not mend: a retry is the caller's"""
+"""aborts that somebody asked for, or that another rollout would not mend: the caller retries"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Loop:
         turn = sample.turns[-1]
         allowed = request.limits.max_tool_calls - request.num_tool_calls
         results = await session.execute(turn.calls, allowed=allowed)
-        messages = [self._tool_message(result, session) for result in results]
+        messages = [await self._tool_message(result, session) for result in results]
         delta = await self.codec.delta_async(sample.columns.last_id, messages)
         if request.seq != seq:  # ended meanwhile: the results are late
             return
@@ -254,8 +254,8 @@ class Loop:
         params = self.params
         turn = f"{self.seed}/{request.index}/{request.attempt}/{request.num_turns}"
         seed = int.from_bytes(blake2b(turn.encode(), digest_size=4).digest()) >> 1
-        stop = params.stop_token_ids or tuple(sorted(self.codec.stop_ids))
-        return msgspec.structs.replace(params, seed=seed, stop_token_ids=stop)
+        stop = self.codec.stop_ids.union(params.stop_token_ids)
+        return msgspec.structs.replace(params, seed=seed, stop_token_ids=tuple(sorted(stop)))
 
     def _append(self, request: Request, generation: Generation) -> None:
         request.sample.append_response_tokens(
@@ -294,11 +294,14 @@ class Loop:
             ]
         turn.messages = (message,)
 
-    def _tool_message(self, result: CallResult, session: ToolSession) -> dict[str, Any]:
+    async def _tool_message(self, result: CallResult, session: ToolSession) -> dict[str, Any]:
         text, call = result.response.text, result.call
+        if result.response.images:  # text and images are shown together or not at all
+            logger.warning("tool %s returned images, which no codec can encode yet", call.name)
+            text = "the tool returned images, which cannot be shown here"
         cap = session.token_cap(call.name)
         if cap is not None:
-            text = self.codec.fit(text, cap, side=session.truncate_side(call.name))
+            text = await self.codec.fit_async(text, cap, side=session.truncate_side(call.name))
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
 
     def _may_retry(self, request: Request) -> bool:

@@ -156,6 +156,7 @@ class Request:
         for sample in self.samples:
             sample._status, sample._stop_reason = self._status, self.stop_reason
             sample.reward, sample.reward_parts = self.reward, dict(self.reward_parts)
+            sample.remove_sample |= not sample.columns.num_trained
             sample.request = None
             sample.columns.is_sealed = True
         self.is_sealed = True

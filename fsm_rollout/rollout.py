@@ -48,15 +48,19 @@ class Rollout:
         seed: int = 0,
         listeners: Iterable[Listener] = (),
     ) -> None:
-        if (tokenizer is None) is (codec is None):
-            raise ConfigError("Rollout needs a tokenizer or a codec, and not both")
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
-        self.codec = codec or Codec(
-            tokenizer,
-            tools=self.tools.schemas,
-            parser=parser,
-            chat_template=chat_template,
-        )
+        if codec is not None and tokenizer is None:
+            self.codec = codec
+        elif tokenizer is not None and codec is None:
+            self.codec = Codec(
+                tokenizer,
+                tools=self.tools.schemas,
+                parser=parser,
+                chat_template=chat_template,
+                stop_token_ids=getattr(engine, "stop_token_ids", None),
+            )
+        else:
+            raise ConfigError("Rollout needs a tokenizer or a codec, and not both")
         self.limits = limits or Limits()
         self.log_probs = log_probs
         self.max_concurrent = max_concurrent

@@ -121,8 +121,8 @@ class Report:
         ]
         if found := self.log_probs:
             lines += [
-                f"log-probs: largest difference {found.largest:.2e} (allowed {self.tolerance:.0e}), "
-                f"mean {found.mean:.1e}, 99th percentile {found.p99:.1e}",
+                f"log-probs: largest difference {found.largest:.2e} "
+                f"(allowed {self.tolerance:.0e}), mean {found.mean:.1e}, p99 {found.p99:.1e}",
                 f"  at {found.worst}",
             ]
         return "\n".join([*lines, "passed" if self.passed else "FAILED"])

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fsm_rollout.codec import Codec
-from fsm_rollout.template import shipped_template
+from fsm_rollout.codec.template import shipped_template
 from fsm_rollout.testing.tokenizer import SPECIAL, TAGS, tiny_tokenizer
 from tests.qwen import CHANNELS, ROLE_MARKERS, qwen_tokenizer, rendered, token_id
 

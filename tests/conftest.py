@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Before torch and huggingface_hub are imported; they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,4 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("deep", max_examples=5_000, deadline=None)
+settings.register_profile(  # tests/mutants/run.py: it asks whether a test fails, not for a small case
+    "mutants", max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.codec import Codec
+from fsm_rollout.codec.template import shipped_template
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.template import shipped_template
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from tests.codecs import (
     MORE,

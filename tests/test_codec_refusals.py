@@ -14,9 +14,9 @@ from tokenizers.pre_tokenizers import Metaspace as MetaspaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.codec import Codec
+from fsm_rollout.codec.template import shipped_template
 from fsm_rollout.errors import ConfigError, TemplateError
 from fsm_rollout.parsers import Parsed
-from fsm_rollout.template import shipped_template
 from fsm_rollout.testing.tokenizer import SPECIAL, TAGS, tiny_tokenizer
 from tests.codecs import (
     SCHEMA,

@@ -5,6 +5,9 @@ The examples in docstrings run as doctests, in modules that are each imported fo
 The ```python fences of a page are one program, run from top to bottom in a process of its own, as
 a reader would. What it prints stands in the page as `#> ` comments. A fence opened with
 ```python no-run is shown only; say in the text why.
+
+A fence with title="name" is a file of that name. In a ```console fence, what follows `$ ` is run
+beside the page's files, and must print what follows; `...` stands for anything.
 """
 
 from __future__ import annotations
@@ -13,21 +16,28 @@ import doctest
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 import fsm_rollout
+from fsm_rollout.config import load_config
 from fsm_rollout.states.diagram import mermaid
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FENCE = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r' title="([\w.]+)"$')
+COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 KINDS = {"python", "python no-run", "bash", "console", "text", "json", "yaml", "toml", "mermaid"}
-LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FREELY = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def page_name(page: Path) -> str:
@@ -49,7 +59,22 @@ def program(page: Path) -> str:
     return "\n".join(lines)
 
 
+def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def as_here(command: str) -> list[str]:
+    """The command with this very Python; its programs need not be on the PATH."""
+    name, *rest = shlex.split(command)
+    is_installed = bool(entry_points(group="pytest11", name="fsm_rollout"))
+    plug_in = [] if is_installed else ["-p", "fsm_rollout.testing.plugin"]
+    start = {"python": [], "pytest": ["-m", "pytest", *plug_in]}
+    return [sys.executable, *start.get(name, ["-m", name.replace("-", "_")]), *rest]
+
+
 RUNNABLE = [page for page in PAGES if fences(page, "python")]
+SESSIONS = [page for page in PAGES if fences(page, "console")]
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=page_name)
@@ -58,12 +83,23 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
     source = program(page)
     script = tmp_path / page.with_suffix(".py").name
     script.write_text(source)
-    command = [sys.executable, "-W", "error", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = run([sys.executable, "-W", "error", str(script)], tmp_path)
     assert done.returncode == 0, f"{page_name(page)}\n{done.stderr}"
     shown = re.findall(r"^ *#>(?: (.*))?$", source, re.MULTILINE)
     assert [line.rstrip() for line in done.stdout.splitlines()] == [s.rstrip() for s in shown]
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=page_name)
+def test_commands_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for fence in FENCE.finditer(page.read_text()):
+        if title := TITLE.search(fence["info"]):
+            (tmp_path / title[1]).write_text(fence["body"])
+    for fence in fences(page, "console"):
+        for command, shown in COMMAND.findall(fence["body"]):
+            done = run(as_here(command), tmp_path)
+            is_as_shown = doctest.OutputChecker().check_output(shown, done.stdout, FREELY)
+            assert is_as_shown, f"{page_name(page)}: {command}\n{done.stdout}{done.stderr}"
 
 
 MODULES = [module.name for module in pkgutil.walk_packages(fsm_rollout.__path__, "fsm_rollout.")]
@@ -88,8 +124,17 @@ def test_the_front_page_and_the_tutorials_have_code_that_runs() -> None:
 
 def test_every_fence_is_of_a_known_kind() -> None:
     for page in PAGES:
-        kinds = {fence["info"].strip() for fence in FENCE.finditer(page.read_text())}
-        assert kinds <= KINDS, page_name(page)
+        infos = [fence["info"].strip() for fence in FENCE.finditer(page.read_text())]
+        assert {TITLE.sub("", info) for info in infos} <= KINDS, page_name(page)
+
+
+def test_every_config_that_is_shown_can_be_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for page in PAGES:
+        for fence in FENCE.finditer(page.read_text()):
+            if fence["info"].startswith("yaml"):
+                path.write_text(fence["body"])
+                load_config(path)
 
 
 def test_the_diagrams_in_the_pages_are_the_one_that_the_table_gives() -> None:
@@ -101,5 +146,13 @@ def test_the_diagrams_in_the_pages_are_the_one_that_the_table_gives() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        for target in LINK.findall(FENCE.sub("", page.read_text())):
-            assert (page.parent / target).exists(), f"{page_name(page)} links to {target}"
+        for target, anchor in LINK.findall(FENCE.sub("", page.read_text())):
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page_name(page)} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page_name(page)} links to #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a `#` may name in a page: its headings, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}

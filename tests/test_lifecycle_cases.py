@@ -64,9 +64,6 @@ class IdCodec:
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 
-    def fit(self, text: str, max_tokens: int, *, side: str) -> str:
-        return text
-
 
 class Play:
     """One case in the making: the loop, the request, and what was seen."""
@@ -74,7 +71,8 @@ class Play:
     def __init__(self, case: dict[str, Any]) -> None:
         self.script = script = case["input"]["script"]
         self.names = [entry[0] for entry in script]
-        self.hooks = hooks = []
+        self.hooks: list[str] = []
+        hooks = self.hooks
         self.transitions: list[Transition] = []
         self.tool_started = tool_started = asyncio.Event()
         hangs = "tool_start" in self.names

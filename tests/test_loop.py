@@ -88,7 +88,7 @@ def test_a_tool_round_trip_keeps_every_sampled_token_and_trains_only_those() -> 
 
 def test_the_conversation_is_what_the_template_renders() -> None:
     _, engine = play([CALL, "done"])
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hello"},
         {
             "role": "assistant",

@@ -41,7 +41,8 @@ def scripted(*script: Any) -> ScriptedEngine:
 
 def test_each_row_becomes_a_group_of_requests_with_equal_prompts_and_own_indices() -> None:
     rollout = Rollout(scripted("yes"), TOKENIZER)
-    rows = ["a", {"prompt": [{"role": "user", "content": "b"}], "label": 7, "metadata": {"k": 1}}]
+    message = {"role": "user", "content": "b"}
+    rows: list[Any] = ["a", {"prompt": [message], "label": 7, "metadata": {"k": 1}}]
     first, second = fsm_rollout.run(rollout.generate(rows, num_samples=3))
     assert [request.index for request in (*first.requests, *second.requests)] == list(range(6))
     assert [request.group_index for request in second.requests] == [1, 1, 1]

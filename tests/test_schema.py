@@ -281,6 +281,11 @@ def test_the_model_can_neither_see_nor_give_what_the_row_gives() -> None:
             schema.validate({"query": "q", forged: "me"})
 
 
+def test_the_object_itself_is_no_parameter_of_a_tool_that_takes_any() -> None:
+    with pytest.raises(ToolError, match="unknown parameter `self`"):
+        ToolSchema(Given).validate({"z": 1, "self": 1})
+
+
 def test_a_row_may_fix_a_visible_parameter_and_wins_over_the_model() -> None:
     schema = ToolSchema(Search)
     row = schema.check_kwargs("execute", {"user": "u1", "query": "fixed"})

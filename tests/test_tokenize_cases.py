@@ -16,11 +16,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from fsm_rollout.codec import Codec
+from fsm_rollout.codec.vocabulary import Vocabulary
 from fsm_rollout.engines.base import checked
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import Status
 from fsm_rollout.sample import Sample
-from fsm_rollout.vocabulary import Vocabulary
 from tests.qwen import CHANNELS, qwen_tokenizer, token_id
 
 FILE = Path(__file__).parent / "cases" / "tokenize.jsonl"

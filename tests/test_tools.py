@@ -96,7 +96,9 @@ def test_json_values_become_text_without_python_in_it(value: Any, text: str) -> 
     assert to_response(value) == ToolResponse(text)
 
 
-@pytest.mark.parametrize("value", [b"x", object(), (1, 2), {1, 2}, {"a": object()}, np.int64(3)])
+@pytest.mark.parametrize(
+    "value", [b"x", object(), (1, 2), {1, 2}, {"a": object()}, np.int64(3)], ids=type
+)
 def test_what_is_not_json_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError):
         to_response(value)
@@ -269,6 +271,8 @@ def calculate(expression: str) -> str:
         ("2e3 + .5", "2000.5"),
         ("10 ** 20 / 3", "3.33333333333333E+19"),
         ("1 /\n 8", "0.125"),
+        ("+".join(["1"] * 250), "250"),
+        ("+3", "3"),
         (
             "12345678901234567890 * 98765432109876543210",
             str(12345678901234567890 * 98765432109876543210),
@@ -301,6 +305,8 @@ def test_the_calculator_is_exact_and_writes_numbers_as_people_do(
         "1+" * 5_000_000 + "1",
         "(" * 400 + "1" + ")" * 400,
         "-" * 900 + "1",
+        "-" * 400 + "1",
+        "10**600 * 10**600",
         "1 +",
         "1 2",
         "3^2",

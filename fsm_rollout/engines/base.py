@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     top_k: int = 0
     """0: off"""
     stop_token_ids: tuple[int, ...] = ()
-    """ids that end a turn; sampled ones stay in the turn. Empty: the engine's own end-of-turn ids"""
+    """ids that end a turn, and stay in it when sampled. Empty: the engine's own"""
     seed: int | None = None
     """derived by the loop from (run seed, index, attempt, turn); None: unseeded"""
 
@@ -118,8 +118,9 @@ class Engine(Protocol):
     """What the loop needs from an inference engine.
 
     `generate` continues the ids in `columns` by at most `max_new_tokens` tokens and returns a
-    Generation, or raises EngineError; cancelling it frees the engine's work. `abort(request_id)` makes
-    a running `generate` return what it has, with finish "abort"; unknown ids are ignored.
+    Generation, or raises EngineError; cancelling it frees the engine's work. `abort(request_id)`
+    makes a running `generate` return what it has, with finish "abort"; unknown ids are ignored.
+    An engine that knows its model's end-of-turn ids may have them as `stop_token_ids`.
     """
 
     async def generate(

@@ -20,7 +20,7 @@ from fsm_rollout.limits import StopReason
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One scripted answer. `log_probs="auto"` makes valid ones up; None leaves them out, a fault."""
+    """One scripted answer. log_probs "auto": valid ones are made up; None: left out, a fault."""
 
     token_ids: Sequence[int]
     log_probs: Any = "auto"  # floats [N], "auto" or None
@@ -77,7 +77,7 @@ class ScriptedEngine:
         session_id: str,
         media: Sequence[Any] | None = None,
     ) -> Generation:
-        """The next scripted answer; raises it when it is an exception, EngineError when it is bad."""
+        """The next scripted answer, checked; an exception in its place is raised."""
         asked = Asked(columns.tokens.tolist(), max_new_tokens, params, request_id, session_id)
         self.asked.append(asked)
         answer = self._next(asked)
@@ -89,7 +89,11 @@ class ScriptedEngine:
             log_probs = _made_up(ids)
         if reply.delay_s and await self._aborted(request_id, reply.delay_s):
             half = len(ids) // 2
-            ids, log_probs, finish = ids[:half], None if log_probs is None else log_probs[:half], "abort"
+            ids, log_probs, finish = (
+                ids[:half],
+                None if log_probs is None else log_probs[:half],
+                "abort",
+            )
         return checked(
             ids,
             log_probs,
@@ -116,8 +120,8 @@ class ScriptedEngine:
         position = next(self._position.setdefault(asked.session_id, itertools.count()))
         if position >= len(self._script):
             raise EngineError(
-                f"the script has {len(self._script)} answers, session {asked.session_id!r} asks for "
-                f"number {position + 1}: add one, or pass a function",
+                f"the script has {len(self._script)} answers, session {asked.session_id!r} "
+                f"asks for number {position + 1}: add one, or pass a function",
                 reason=StopReason.ENGINE_ERROR,
                 final=True,
             )
@@ -125,7 +129,9 @@ class ScriptedEngine:
 
     def _reply(self, text: str, max_new_tokens: int) -> Reply:
         if self._tokenizer is None:
-            raise ConfigError("a scripted text needs a tokenizer: ScriptedEngine(..., tokenizer=...)")
+            raise ConfigError(
+                "a scripted text needs a tokenizer: ScriptedEngine(..., tokenizer=...)"
+            )
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         ids.append(self._tokenizer.eos_token_id)
         if len(ids) > max_new_tokens:

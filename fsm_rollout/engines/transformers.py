@@ -41,6 +41,8 @@ class TransformersEngine:
     `cache_tokens`: tokens whose keys and values are kept after their turn. `num_threads`: torch's
     CPU threads, process-wide; more of them than idle cores makes torch many times slower.
 
+    `stop_token_ids`: all end-of-turn ids of the model's generation config.
+
     Construction loads the model (seconds) and proves the batched pass equal to the plain one; it
     raises ConfigError when the model cannot be loaded or its attention cannot be batched.
     """
@@ -71,7 +73,7 @@ class TransformersEngine:
         config = loaded.config.get_text_config()
         self._vocab_size: int = config.vocab_size
         self._max_context: int = getattr(config, "max_position_embeddings", None) or 2**31
-        self._stop_token_ids = _ids(loaded.generation_config.eos_token_id)
+        self.stop_token_ids = _ids(loaded.generation_config.eos_token_id)
         self._batcher = Batcher(
             loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, cache_tokens=cache_tokens
         )
@@ -156,7 +158,7 @@ class TransformersEngine:
             prompt,
             min(max_new_tokens, room),
             params,
-            stop_token_ids=frozenset(params.stop_token_ids) or self._stop_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids) or self.stop_token_ids,
             request_id=request_id,
             session_id=session_id,
         )

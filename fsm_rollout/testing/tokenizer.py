@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsm_rollout.template import shipped_template
+from fsm_rollout.codec.template import shipped_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -18,7 +18,7 @@ from fsm_rollout.errors import ToolError
 from fsm_rollout.tools.base import Tool
 
 MAX_CHARS = 1_000
-MAX_DEPTH = 100
+MAX_DEPTH = 300
 MAX_BITS = 2_048
 """of a numerator and a denominator"""
 MAX_DIGITS = 15

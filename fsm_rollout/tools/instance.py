@@ -37,7 +37,7 @@ class Ended:
 
 
 class Instance:
-    """One tool object; `tool` is None until `make`."""
+    """One tool object, made by `make`."""
 
     def __init__(
         self, cls: type[Tool], *, limits: Limits, label: str, on_abandon: Callable[[], None]
@@ -92,7 +92,8 @@ class Instance:
     async def run(self, hook: str, arguments: Mapping[str, Any] | None = None) -> Ended:
         """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
 
-        A cancel stops the hook, within GRACE_S, and is raised again.
+        The time of a sync hook starts when one of MAX_THREADS threads is free. A cancel stops the
+        hook, within GRACE_S, and is raised again.
         """
         kwargs = self.kwargs[hook] if arguments is None else arguments
         is_release = hook == "release"

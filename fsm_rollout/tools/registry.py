@@ -16,7 +16,8 @@ from typing import Any
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.tools.base import HOOKS, TRUNCATE_SIDES, Tool, tool
-from fsm_rollout.tools.schema import ToolSchema, did_you_mean
+from fsm_rollout.tools.schema import ToolSchema
+from fsm_rollout.tools.signature import did_you_mean
 
 BUILT_IN: Mapping[str, str] = {
     "calculator": "fsm_rollout.tools.calculator:Calculator",

@@ -82,14 +82,19 @@ def malformed_text(call: ToolCall) -> str:
 def describe(error: BaseException) -> str:
     """An exception in one short line, without what changes from run to run."""
     name = type(error).__name__
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:
-        return name
+    lines = message(error).strip().splitlines()
     if not lines:
         return name
     line = re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", lines[0][:_MAX_ERROR_CHARS])
     return f"{name}: {line}"
+
+
+def message(error: BaseException) -> str:
+    """The text of an exception; "" when even that raises."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def valid_unicode(text: str) -> str:

@@ -29,13 +29,14 @@ from fsm_rollout.tools.result import (
     CallResult,
     Outcome,
     malformed_text,
+    message,
     valid_unicode,
 )
 from fsm_rollout.tools.supervisor import join, keep, own
 
 __all__ = ["CallResult", "ToolSession"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 8
 _MAX_CHARS = 262_144
@@ -142,7 +143,7 @@ class ToolSession:
         """Release every tool that needs it; any number of closes, cancelled or not, release once.
 
         Takes at most twice release_timeout_s (for threads that still run, then for `release`)
-        and twice GRACE_S.
+        and 3 * GRACE_S.
         """
         self._is_open = False
         if self._releases is None:
@@ -219,7 +220,7 @@ class ToolSession:
             except Exception as error:
                 ended = Ended(error=error)
         if isinstance(ended.error, ToolError):
-            return self._answer(call, "tool_error", str(ended.error), seconds=seconds)
+            return self._answer(call, "tool_error", message(ended.error), seconds=seconds)
         outcome: Outcome = "error" if ended.stopped_s is None else "timeout"
         self._log(instance, "execute", ended)
         return self._answer(call, outcome, f"{name} {ended.fault}", seconds=seconds)
@@ -273,7 +274,7 @@ class ToolSession:
             await self._release_now(instance)
         elif instance.owes_release:
             self.metrics["releases_late"] += 1
-            _log.warning(
+            logger.warning(
                 "%s: release of tool %s waits for a thread that hangs", self._label, instance.name
             )
             keep(own(self._release_late(instance, hanging)))
@@ -298,6 +299,6 @@ class ToolSession:
 
     def _log(self, instance: Instance, hook: str, ended: Ended) -> None:
         name = instance.name
-        _log.warning(
+        logger.warning(
             "%s: %s of tool %s %s", self._label, hook, name, ended.fault, exc_info=ended.error
         )

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GRACE_S = 0.2
 """how long a cancelled hook may take to clean up"""
@@ -93,7 +93,7 @@ class Flight:
         number = next(_abandoned)
         if number <= _FULL_REPORTS or number % 100 == 0:
             why = "it swallows its cancellation" if self.thread is None else "its thread hangs"
-            _log.warning("%s: abandoned, %s (no. %d of this process)", self.label, why, number)
+            logger.warning("%s: abandoned, %s (no. %d of this process)", self.label, why, number)
 
     async def _run(self, hook: Callable[[], Any]) -> Any:
         try:
@@ -182,7 +182,7 @@ class _Threads:
             try:
                 loop.call_soon_threadsafe(future.set_result, outcome)
             except RuntimeError:
-                _log.debug("a sync hook ended after its event loop was closed")
+                logger.debug("a sync hook ended after its event loop was closed")
 
         try:
             jobs = self._idle.pop()

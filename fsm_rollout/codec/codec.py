@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from fsm_rollout.delta import Delta
+from fsm_rollout.codec.delta import Delta
+from fsm_rollout.codec.messages import ROLES, checked_messages, map_texts
+from fsm_rollout.codec.template import ChatTemplate, tool_call
+from fsm_rollout.codec.vocabulary import LONG, Side, Vocabulary
 from fsm_rollout.errors import ConfigError, TemplateError
-from fsm_rollout.messages import ROLES, checked_messages, map_texts
 from fsm_rollout.parsers import Parser, detect, get_parser
-from fsm_rollout.template import ChatTemplate, tool_call
 from fsm_rollout.turn import ToolCall
-from fsm_rollout.vocabulary import LONG, Side, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,9 +17,9 @@ from importlib.resources import files
 from itertools import takewhile, zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
+from fsm_rollout.codec.messages import Message
+from fsm_rollout.codec.vocabulary import Vocabulary
 from fsm_rollout.errors import ConfigError, TemplateError
-from fsm_rollout.messages import Message
-from fsm_rollout.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ _REASONING = re.compile(r"(?:\s*<think>)?(.*?)</think>(.*)", re.DOTALL)
 @cache
 def shipped_template(name: str) -> str:
     """The text of a chat template that the package ships: `hermes`. ConfigError for other names."""
-    folder = files("fsm_rollout") / "templates"
+    folder = files("fsm_rollout.codec") / "templates"
     names = sorted(file.name.removesuffix(".jinja") for file in folder.iterdir())
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)

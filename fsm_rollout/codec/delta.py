@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from fsm_rollout.codec.messages import Message, text_of
+from fsm_rollout.codec.template import MARK, ChatTemplate, tool_call
 from fsm_rollout.errors import TemplateError
-from fsm_rollout.messages import Message, text_of
-from fsm_rollout.template import MARK, ChatTemplate, tool_call
 
 PROBES = (
     "42",
