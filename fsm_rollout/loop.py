@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -97,8 +98,11 @@ class Loop:
 
     async def release(self, request: Request) -> None:
         """Release the request's tools, once; nothing to do when it has none."""
-        if isinstance(request.session, ToolSession):
-            await request.session.close()
+        if isinstance(session := request.session, ToolSession):
+            try:
+                await session.close()
+            finally:
+                request.metrics |= {name: n for name, n in session.metrics.items() if n}
 
     # -- one status --------------------------------------------------------------------------------
 
@@ -157,6 +161,8 @@ class Loop:
         sample.non_generation_time += time.monotonic() - started
         request.num_tool_calls += sum(result.executed for result in results)
         request.num_invalid_calls += sum(result.is_invalid for result in results)
+        for name, value in chain.from_iterable(r.response.metrics.items() for r in results):
+            request.metrics[name] = request.metrics.get(name, 0) + value
         rewards = [r.response.reward for r in results if r.response.reward is not None]
         turn.reward = sum(rewards) if rewards else None
         if request.num_invalid_calls > request.limits.max_invalid_calls:
@@ -260,7 +266,7 @@ class Loop:
     def _append(self, request: Request, generation: Generation) -> None:
         request.sample.append_response_tokens(
             generation.token_ids,
-            generation.log_probs,
+            generation.log_probs if request.log_probs else None,
             meta_info={
                 "finish_reason": generation.finish,
                 "weight_versions": generation.weight_versions,

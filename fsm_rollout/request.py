@@ -57,6 +57,8 @@ class Request:
     num_invalid_calls: int = 0
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """what its tools counted: tool_errors, tool_timeouts …, and metrics of their own"""
     session: Session | None = None
     is_sealed: bool = False
     _status: Status = Status.PENDING
@@ -140,7 +142,7 @@ class Request:
         """Empty every generated field and count the attempt. The `retry` event calls it."""
         self.samples[0].reset()  # refuses when it is sealed
         del self.samples[1:]
-        self.reward, self.reward_parts, self.error = None, {}, ""
+        self.reward, self.reward_parts, self.metrics, self.error = None, {}, {}, ""
         self.num_tool_calls = self.num_invalid_calls = 0
         self.session = None
         self.attempt += 1

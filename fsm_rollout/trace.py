@@ -6,10 +6,9 @@ Progress listens to the transitions; the rest reads finished requests.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from types import TracebackType
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -86,6 +85,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """mean over the requests that have one"""
     rewarded: int
+    tool_metrics: dict[str, float]
+    """summed over the requests: tool_errors, tool_timeouts …"""
     sampled_tokens: int
     seconds: float
     tokens_per_s: float
@@ -103,6 +104,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
                 "tool calls per request",
                 f"{self.tool_calls:.2f}, {self.invalid_calls} invalid in all",
             ),
+            ("tools", _counts(self.tool_metrics) or "nothing to report"),
             ("mean reward", reward),
             ("sampled tokens", f"{self.sampled_tokens}, {self.tokens_per_s:.0f} per second"),
             ("seconds", f"{self.seconds:.1f}"),
@@ -116,6 +118,9 @@ def summarise(requests: Iterable[Request], seconds: float) -> Summary:
     done = list(requests)
     samples = [sample for request in done for sample in request.samples]
     rewards = [request.reward for request in done if request.reward is not None]
+    metrics: Counter[str] = Counter()
+    for request in done:
+        metrics.update(request.metrics)
     sampled = sum(sample.columns.num_sampled for sample in samples)
     return Summary(
         requests=len(done),
@@ -127,6 +132,7 @@ def summarise(requests: Iterable[Request], seconds: float) -> Summary:
         invalid_calls=sum(request.num_invalid_calls for request in done),
         reward=fmean(rewards) if rewards else None,
         rewarded=len(rewards),
+        tool_metrics=dict(metrics),
         sampled_tokens=sampled,
         seconds=seconds,
         tokens_per_s=sampled / seconds if seconds else 0.0,
@@ -162,6 +168,6 @@ def _shown(text: str) -> str:
     return text.replace("\n", "⏎\n")
 
 
-def _counts(counts: dict[str, int]) -> str:
-    ordered: list[tuple[str, Any]] = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count} {name}" for name, count in ordered)
+def _counts(counts: Mapping[str, float]) -> str:
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count:g} {name}" for name, count in ordered)

@@ -17,7 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile("deep", max_examples=5_000, deadline=None)
-settings.register_profile(  # tests/mutants/run.py: it asks whether a test fails, not for a small case
+# of tests/mutants/run.py, which asks whether a test fails and not for the smallest case
+settings.register_profile(
     "mutants", max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))

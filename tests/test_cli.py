@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from fsm_rollout import cli

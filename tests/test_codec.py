@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import asyncio
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import logging
 from typing import Any
 
-import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteFallback, Fuse, Replace
 from tokenizers.decoders import Sequence as Decoders
@@ -56,6 +59,15 @@ def test_a_template_that_rewrites_contents_is_refused_with_both_renders() -> Non
 def test_a_template_that_looks_back_further_than_a_turn_is_refused() -> None:
     says = refused("'<tool_response>\\n'", "'<tool_response>\\n' + (loop.index | string)")
     assert "depends on what was said before" in says
+
+
+def test_a_user_turn_that_counts_the_history_is_refused_too() -> None:
+    source = shipped_template("hermes")
+    opener = "{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"
+    assert opener in source
+    counting = source.replace(opener, "{{- messages | length | string }}" + opener)
+    with pytest.raises(TemplateError, match=r"\(user\).*depends on what was said before"):
+        Codec(tiny_tokenizer(counting))
 
 
 def test_a_template_that_fails_is_refused_with_its_own_words() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import pytest
 
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams
@@ -251,7 +253,7 @@ def test_step_rewards_stay_on_their_turn_and_are_not_added_to_the_reward() -> No
 
         def execute(self, text: str) -> ToolResponse:
             """text: anything"""
-            return ToolResponse("ok", reward=next(self.steps))
+            return ToolResponse("ok", reward=next(self.steps), metrics={"hits": 2})
 
         def calc_reward(self) -> float:
             return 1.0
@@ -260,6 +262,7 @@ def test_step_rewards_stay_on_their_turn_and_are_not_added_to_the_reward() -> No
     request, _ = play([call, call, "done"], tools=[Steps])
     rewards = [turn.reward for turn in request.sample.turns if turn.calls]
     assert rewards == [0.1, 0.2]
+    assert request.metrics == {"hits": 4}
     assert request.reward == 1.0
 
 
@@ -546,6 +549,16 @@ def test_a_reward_function_wins_over_the_tools_and_names_its_parts() -> None:
     request, _ = play(["done"], reward=lambda _: {"format": 0.5, "answer": 1.0})
     assert request.reward == 1.5
     assert request.reward_parts == {"tool/echo": 0.25, "format": 0.5, "answer": 1.0}
+
+
+def test_a_run_without_log_probs_has_none_rather_than_zeros() -> None:
+    engine = ScriptedEngine([CALL, "done"], tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER, tools=[Echo], log_probs=False)
+    (group,) = asyncio.run(rollout.generate(["hello"]))
+    (sample,) = group.samples
+    assert sample.status is Status.COMPLETED
+    assert sample.rollout_log_probs is None
+    assert sample.loss_mask.sum() == len(ids(CALL)) + len(ids("done"))
 
 
 def test_no_reward_is_none_never_zero() -> None:

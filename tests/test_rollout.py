@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import asyncio
 import json
 import time
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import fsm_rollout
 from fsm_rollout.dataset import PromptRow, read_rows, read_samples, write_samples

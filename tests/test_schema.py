@@ -6,7 +6,6 @@ import enum
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import msgspec
@@ -361,9 +360,6 @@ class Given(Tool):
 
 def test_a_given_json_schema_is_shown_as_it_is() -> None:
     assert ToolSchema(Given).openai["function"]["parameters"] == Given.parameters
-
-
-CONFIG_CASES = Path(__file__).parent / "cases/config.jsonl"
 
 
 def test_the_handed_case_of_a_schema_without_types_is_accepted() -> None:

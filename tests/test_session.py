@@ -18,11 +18,11 @@ import pytest
 
 from fsm_rollout.errors import ToolError
 from fsm_rollout.limits import Limits
-from fsm_rollout.sample import ToolCall
 from fsm_rollout.tools.base import Tool, ToolResponse, tool
 from fsm_rollout.tools.registry import Toolset
 from fsm_rollout.tools.session import CallResult, ToolSession
 from fsm_rollout.tools.supervisor import GRACE_S, MAX_THREADS, gate
+from fsm_rollout.turn import ToolCall
 
 SHORT = Limits(tool_timeout_s=0.05, release_timeout_s=0.1)
 PATIENT = Limits(tool_timeout_s=5.0, release_timeout_s=5.0)
@@ -853,7 +853,7 @@ def test_neither_asyncio_run_nor_the_interpreter_waits_for_tools_that_hang() -> 
     program = """
         import asyncio, time
         from fsm_rollout.limits import Limits
-        from fsm_rollout.sample import ToolCall
+        from fsm_rollout.turn import ToolCall
         from fsm_rollout.tools import Tool, Toolset, ToolSession
 
         class Sleeps(Tool):

@@ -25,11 +25,11 @@ from msgspec import structs
 
 from fsm_rollout.errors import ToolError
 from fsm_rollout.limits import Limits
-from fsm_rollout.sample import ToolCall
 from fsm_rollout.tools.base import Tool
 from fsm_rollout.tools.registry import Toolset
 from fsm_rollout.tools.session import CallResult, ToolSession
 from fsm_rollout.tools.supervisor import GRACE_S
+from fsm_rollout.turn import ToolCall
 
 LIMITS = Limits(tool_timeout_s=10.0, release_timeout_s=5.0, max_parallel_calls=3)
 NAMES = ("puppet", "second")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from fsm_rollout.codec import Codec
 from fsm_rollout.testing.tokenizer import tiny_tokenizer

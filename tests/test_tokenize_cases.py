@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel

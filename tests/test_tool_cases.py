@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("transformers")
+
 import asyncio
 import json
 import time
@@ -10,20 +14,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ToolError
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
-from fsm_rollout.sample import ToolCall
 from fsm_rollout.states.machine import Transition
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, to_response
 from fsm_rollout.tools.registry import Toolset
 from fsm_rollout.tools.session import CallResult, ToolSession
+from fsm_rollout.turn import ToolCall
 
 CASE_FILE = Path(__file__).parent / "cases/tool.jsonl"
 CASES = {

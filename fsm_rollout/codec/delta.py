@@ -153,7 +153,7 @@ class Delta:
             other = tails[case][1]
             if other == tail:
                 proofs.append(case)
-            elif case.arguments != "none":  # results of no call: nothing says how they should look
+            elif case.arguments != "none" or "tool" not in roles:  # else: results of no call, moot
                 raise self._refusal("what follows depends on what was said before", tail, other)
         for shift, case in enumerate(proofs):
             self._prove(case, [PROBES[(shift + i) % len(PROBES)] for i in range(len(roles))])
@@ -247,7 +247,7 @@ class Delta:
             behind = following if isinstance(following, str) else ""
             fitting = [c for c in CHANGES if told.startswith(c(_TELLING) + behind, at)]
             if not fitting:
-                raise self._refusal("it changes the content in an unknown way", tail, told)
+                raise self._refusal("it changes the content in an unknown way", told, tail)
             changes[piece.message] = max(fitting, key=lambda change: len(change(_TELLING)))
             at += len(changes[piece.message](_TELLING))
         return changes

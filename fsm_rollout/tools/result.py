@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fsm_rollout.sample import ToolCall
 from fsm_rollout.tools.base import ToolResponse
+from fsm_rollout.turn import ToolCall
 
 Outcome = Literal[
     "ok",

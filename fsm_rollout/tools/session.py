@@ -20,7 +20,6 @@ from typing import Any
 
 from fsm_rollout.errors import ToolError
 from fsm_rollout.limits import Limits
-from fsm_rollout.sample import ToolCall
 from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite, to_response
 from fsm_rollout.tools.instance import Ended, Instance
 from fsm_rollout.tools.registry import Toolset, hook_kwargs
@@ -33,6 +32,7 @@ from fsm_rollout.tools.result import (
     valid_unicode,
 )
 from fsm_rollout.tools.supervisor import join, keep, own
+from fsm_rollout.turn import ToolCall
 
 __all__ = ["CallResult", "ToolSession"]
 
