@@ -33,7 +33,7 @@ def run(config: Annotated[Path, typer.Argument(help="YAML; see docs/reference/co
     requests = [request for group in groups for request in group.requests]
     console.print(summarise(requests, time.monotonic() - started).table(str(config)))
     for error in sorted({request.error for request in requests if request.error})[:5]:
-        console.print(f"[yellow]aborted:[/] {error}", highlight=False)
+        console.print(f"aborted: {error}", markup=False, highlight=False, soft_wrap=True)
     path = Path(settings.samples)
     count = write_samples(path, (sample for group in groups for sample in group.samples))
     console.print(f"{count} samples in {path}", highlight=False, soft_wrap=True)
@@ -122,5 +122,6 @@ def main() -> None:
     try:
         app()
     except RolloutError as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(2) from error
