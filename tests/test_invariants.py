@@ -1,0 +1,151 @@
+"""Each invariant sees each way of breaking it, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from fsm_rollout import invariants
+from fsm_rollout.columns import Column
+from fsm_rollout.errors import InvariantError
+from fsm_rollout.limits import Limits, StopReason
+from fsm_rollout.request import Request
+from fsm_rollout.sample import Media, Sample
+from fsm_rollout.states.machine import Machine
+from fsm_rollout.states.table import Event
+from fsm_rollout.testing.tampering import TAMPERINGS
+
+
+def a_sample() -> Sample:
+    """In flight: model [0, 4) with [0, 1) forced, observation [4, 6) with an image."""
+    request = Request(declared=[Column("entropy")], limits=Limits(max_context=8, max_response=6))
+    request.set_prompt([1, 2])
+    Machine().fire(Event.GENERATE, request)
+    sample = request.sample
+    sample.append_response_tokens([3], trainable=False, forced=True)
+    sample.append_response_tokens(
+        [4, 5, 6], [-1.0] * 3, meta_info={"finish_reason": "stop", "weight_version": "v1"}
+    )
+    sample.append_response_tokens([7, 8], trainable=False)
+    sample.media.append(Media(6, 2, "image"))
+    return sample
+
+
+def _set(path: str, value: object) -> Callable[[Sample], object]:
+    def breaks(sample: Sample) -> None:
+        *parents, name = path.split(".")
+        thing: object = sample
+        for parent in parents:
+            thing = thing[int(parent)] if isinstance(thing, list) else getattr(thing, parent)
+        if isinstance(thing, (list, bytearray)) or hasattr(thing, "typecode"):
+            thing[int(name)] = value  # type: ignore[index]
+        else:
+            setattr(thing, name, value)
+
+    return breaks
+
+
+BROKEN: dict[str, tuple[str, Callable[[Sample], object]]] = {
+    "mask too long": ("R3.1", lambda s: s.columns._mask.append(0)),
+    "mask too short": ("R3.1", lambda s: s.columns._mask.pop()),
+    "log-prob lost": ("R3.1", lambda s: s.columns._log_probs and s.columns._log_probs.pop()),
+    "token lost": ("R3.1", lambda s: s.columns._ids.pop()),
+    "extra column short": ("R3.1", lambda s: s.columns._extra["entropy"].pop()),
+    "prompt longer than the tokens": ("R3.1", _set("columns.prompt_length", 99)),
+    "turn too short": ("R3.1", _set("turns.1.stop", 5)),
+    "gap between turns": ("R3.1", _set("turns.1.start", 5)),
+    "turn backwards": ("R3.1", _set("turns.0.stop", -1)),
+    "turn lost": ("R3.1", lambda s: s.turns.pop()),
+    "mask of 2": ("R3.2", _set("columns._mask.1", 2)),
+    "observation trained": ("R3.2", _set("columns._mask.4", 1)),
+    "forced token trained": ("R3.2", _set("columns._mask.0", 1)),
+    "NaN": ("R3.3", _set("columns._log_probs.1", math.nan)),
+    "infinity": ("R3.3", _set("columns._log_probs.1", math.inf)),
+    "clamp": ("R3.3", _set("columns._log_probs.1", -9999.0)),
+    "positive log-prob": ("R3.3", _set("columns._log_probs.1", 0.1)),
+    "log-prob of an observation": ("R3.3", _set("columns._log_probs.5", -1.0)),
+    "log-prob of a forced token": ("R3.3", _set("columns._log_probs.0", -1.0)),
+    "NaN of an observation": ("R3.3", _set("columns._log_probs.5", math.nan)),
+    "version run too long": ("R3.4", _set("turns.0.weight_versions", [("v1", 4)])),
+    "version run lost": ("R3.4", _set("turns.0.weight_versions", [])),
+    "empty version run": ("R3.4", _set("turns.0.weight_versions", [("v1", 3), ("v2", 0)])),
+    "version of an observation": ("R3.4", _set("turns.1.weight_versions", [("v1", 2)])),
+    "forced outside of its turn": ("R3.4", _set("turns.0.forced", [(4, 5)])),
+    "context": ("R3.5", _set("request.limits", Limits(max_context=7))),
+    "response": ("R3.5", _set("request.limits", Limits(max_response=5))),
+    "reason of another status": ("R3.6", _set("request.stop_reason", StopReason.STOP)),
+    "reward NaN": ("R3.6", _set("reward", math.nan)),
+    "part of the reward infinite": ("R3.6", _set("reward_parts", {"tool": math.inf})),
+    "reward of a turn NaN": ("R3.6", _set("turns.0.reward", math.nan)),
+    "media past the end": ("R3.7", _set("media.0", Media(7, 2, "image"))),
+    "media twice": ("R3.7", lambda s: s.media.append(Media(6, 1, "image"))),
+    "media without tokens": ("R3.7", _set("media.0", Media(6, 0, "image"))),
+}
+
+
+def test_a_sample_written_by_its_writers_is_sound() -> None:
+    assert invariants.violations(a_sample()) == []
+    assert invariants.violations(Sample()) == []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_invariant_sees_what_breaks_it(name: str) -> None:
+    code, breaks = BROKEN[name]
+    sample = a_sample()
+    sample.sample_id = "7-0"
+    breaks(sample)
+    found = invariants.violations(sample)
+    assert {violation.code for violation in found} == {code}
+    with pytest.raises(InvariantError, match="sample 7-0: ") as raised:
+        invariants.check(sample)
+    assert raised.value.code == code
+    assert str(found[0]) == f"{code}: {found[0].message}"
+
+
+def test_every_invariant_is_broken_by_something() -> None:
+    assert {code for code, _ in BROKEN.values()} == set(invariants.INVARIANTS)
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_each_tampering_of_the_state_machine_breaks_an_invariant_or_a_count(name: str) -> None:
+    sample = a_sample()
+    assert TAMPERINGS[name].breaks(sample)
+    counts_differ = sample.columns.num_sampled != sample.num_versioned
+    assert invariants.violations(sample) or counts_differ
+
+
+def test_a_message_about_lengths_carries_all_of_them() -> None:
+    sample = a_sample()
+    sample.columns._mask.append(0)
+    assert str(invariants.violations(sample)[0]) == (
+        "R3.1: 8 tokens, prompt_length 2, response_length 6, 7 loss_mask, "
+        "6 rollout_log_probs, 6 entropy"
+    )
+
+
+def test_a_terminal_sample_says_why_it_ended() -> None:
+    sample = a_sample()
+    request = sample.request
+    assert request is not None
+    Machine().fire(Event.COMPLETE, request, StopReason.STOP)
+    request.stop_reason = None
+    assert [v.code for v in invariants.violations(sample)] == ["R3.6"]
+
+
+def test_a_sealed_sample_without_a_token_to_train_on_is_marked() -> None:
+    request = Request()
+    Machine().fire(Event.GENERATE, request)
+    request.append_response_tokens([], [], meta_info={"finish_reason": "stop"})
+    Machine().fire(Event.COMPLETE, request, StopReason.STOP)
+    request.seal()
+    assert request.sample.remove_sample
+    request.sample.remove_sample = False
+    assert [v.code for v in invariants.violations(request.sample)] == ["R3.6"]
+
+
+def test_a_run_without_log_probs_is_sound_without_them() -> None:
+    request = Request(log_probs=False)
+    request.append_response_tokens([1, 2], meta_info={"finish_reason": "stop"})
+    assert invariants.violations(request.sample) == []

@@ -1,0 +1,36 @@
+"""`make soak` and `make bench` in small: they run, and their JSON holds what it should."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from fsm_rollout.testing.machines import EDGE_NAMES
+
+ROOT = Path(__file__).parents[1]
+
+
+def report_of(script: str, folder: Path, *options: str) -> dict[str, Any]:
+    path = folder / "report.json"
+    command = [sys.executable, str(ROOT / script), "--json", str(path), *options]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def test_a_short_soak_takes_every_edge_and_finds_nothing(tmp_path: Path) -> None:
+    report = report_of("tests/properties/soak.py", tmp_path, "--steps", "10000", "--jobs", "1")
+    assert report["steps"] >= 10_000
+    assert (report["violations"], report["untaken_edges"]) == (0, [])
+    assert set(report["edges"]) == EDGE_NAMES
+    assert all(count > 0 for faults in report["edges"].values() for count in faults.values())
+
+
+def test_a_short_bench_measures_four_ways_to_fire(tmp_path: Path) -> None:
+    report = report_of("bench/fire.py", tmp_path, "--repeats", "3", "--fires", "1000")
+    times = [report[name] for name in ("dict_us", "fire_us", "fire_listener_us", "stock_us")]
+    assert times == sorted(times)
+    assert set(report["median"]) == {"fire_us", "fire_listener_us", "stock_us", "dict_us"}
