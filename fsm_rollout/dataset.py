@@ -74,8 +74,8 @@ def _row(given: Any) -> PromptRow:
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:
     """One line per sample, `Sample.to_dict`; returns how many."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # the standard library's JSON: a model may write integers of any size into its calls
-    lines = [json.dumps(sample.to_dict(), allow_nan=False) + "\n" for sample in samples]
+    # the standard library's JSON: a call may hold integers of any size, a column may hold NaN
+    lines = [json.dumps(sample.to_dict()) + "\n" for sample in samples]
     path.write_text("".join(lines), encoding="ascii")
     return len(lines)
 

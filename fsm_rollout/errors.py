@@ -53,12 +53,16 @@ class IllegalEvent(RolloutError):
 
 
 class GuardRefused(RolloutError):
-    """The edge exists, but a guard said no; `guard` is its name. The request was not changed."""
+    """The edge exists, but a guard said no; `guard` is its name. The request was not changed.
 
-    def __init__(self, guard: str, message: str) -> None:
-        super().__init__(guard, message)
+    `means` is the StopReason that the refusal stands for; None: the caller is to blame.
+    """
+
+    def __init__(self, guard: str, message: str, means: StopReason | None = None) -> None:
+        super().__init__(guard, message, means)
         self.guard = guard
         self.message = message
+        self.means = means
 
     def __str__(self) -> str:
         return self.message

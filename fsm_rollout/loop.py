@@ -19,7 +19,7 @@ import msgspec
 
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.errors import EngineError, IllegalEvent, InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardError, RewardFunction, score
@@ -56,8 +56,10 @@ class Loop:
         """Play `request` to its end, with retries from scratch, and seal it.
 
         Never raises for what an engine, a tool or a reward does; a cancel from outside aborts the
-        request, releases its tools and is passed on.
+        request, releases its tools and is passed on. Raises IllegalEvent when it is sealed already.
         """
+        if request.is_sealed:
+            raise IllegalEvent(f"request {request.index} is sealed: its outcome was recorded")
         try:
             await self.play(request)
             while self._may_retry(request):
@@ -120,7 +122,7 @@ class Loop:
             self.machine.settle(Event.GENERATE, request)
 
     async def _generate(self, request: Request) -> None:
-        seq, started = request.seq, time.monotonic()
+        seq, started, asked = request.seq, time.monotonic(), request.max_new_tokens
         try:
             generation = await self._ask(request)
         except EngineError as error:
@@ -129,6 +131,9 @@ class Loop:
             return
         if request.seq != seq:  # ended meanwhile: the reply is late
             return
+        if len(generation.token_ids) > asked:
+            why = f"{len(generation.token_ids)} tokens, asked for at most {asked}"
+            return self._abort(request, StopReason.BAD_REPLY, why)
         try:
             self._append(request, generation)
         except InvariantError as error:
@@ -182,7 +187,6 @@ class Loop:
     async def _finish(self, request: Request) -> None:
         sample, session = request.sample, request.session
         sample.response = self.codec.decode(sample.columns.response_ids())
-        sample.remove_sample = sample.columns.num_trained == 0
         if request.status is Status.ABORTED:
             return
         limits = request.limits
@@ -288,15 +292,15 @@ class Loop:
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
-        if self.tools.schemas and parsed.calls:
-            turn.calls = parsed.calls
+        turn.calls = parsed.calls if self.tools.schemas else ()
+        if turn.calls:
             message["tool_calls"] = [
                 {
                     "id": c.id,
                     "type": "function",
                     "function": {"name": c.name, "arguments": c.arguments},
                 }
-                for c in parsed.calls
+                for c in turn.calls
             ]
         turn.messages = (message,)
 

@@ -64,8 +64,9 @@ class Request:
     _status: Status = Status.PENDING
 
     def __post_init__(self) -> None:
-        if not self.samples:
-            self.samples = [self._new_sample()]
+        self.samples = self.samples or [self._new_sample()]
+        for sample in self.samples:
+            sample.request = self
 
     def _new_sample(self) -> Sample:
         return Sample(

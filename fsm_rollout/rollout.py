@@ -14,7 +14,9 @@ from fsm_rollout.limits import Limits
 from fsm_rollout.loop import Loop
 from fsm_rollout.request import Group, Request
 from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.states.guards import Guard
 from fsm_rollout.states.machine import Listener, Machine
+from fsm_rollout.states.table import Event
 from fsm_rollout.tools.registry import Toolset, ToolSpec
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ class Rollout:
     """Plays requests against one engine, one codec and one set of tools.
 
     `tokenizer` with a chat template, or a ready `codec`. `parser` names the wire format of tool
-    calls. `reward` scores a finished request (default: the sum of what its tools say).
+    calls. `reward` scores a finished request (default: the sum of what its tools say). `listeners`
+    and `guards` are the machine's.
     Raises ConfigError (TemplateError) at once when a part does not fit: nothing starts half-way.
     """
 
@@ -47,6 +50,7 @@ class Rollout:
         max_concurrent: int = 256,
         seed: int = 0,
         listeners: Iterable[Listener] = (),
+        guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
         if codec is not None and tokenizer is None:
@@ -68,7 +72,7 @@ class Rollout:
             engine=engine,
             codec=self.codec,
             tools=self.tools,
-            machine=Machine(listeners),
+            machine=Machine(listeners, guards=guards),
             params=params or SamplingParams(),
             reward=reward,
             seed=seed,

@@ -140,7 +140,10 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The chat view: the prompt's messages, then each turn's with its `span` in tokens [T]."""
+        """The chat view: the prompt's messages, then each turn's with its `span` in tokens [T].
+
+        The content of a turn that was cut is the whole one; its span is what stayed.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]

@@ -64,7 +64,7 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
         for reason in StopReason
     ],
     ("explanation/states.md", "guard"): [
-        [name, str(getattr(guards, name).__doc__)] for name in guards.REFUSALS
+        [guard.__name__, str(guard.__doc__)] for guard in guards.REFUSALS
     ],
     ("explanation/invariants.md", "invariant"): [[code] for code in INVARIANTS],
     ("explanation/tools.md", "outcome"): [

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams
 from fsm_rollout.engines.scripted import Answer, Reply, ScriptedEngine
-from fsm_rollout.errors import EngineError, ToolError
+from fsm_rollout.errors import EngineError, IllegalEvent, ToolError
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -507,6 +509,41 @@ def test_a_context_overflow_of_the_server_is_a_truncation() -> None:
     request = Request("hello")
     asyncio.run(rollout.run(request))
     assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.MAX_CONTEXT)
+
+
+class Generous:
+    """Builds its Generation by hand and gives more than it was asked for."""
+
+    def __init__(self) -> None:
+        self.extra = 1
+
+    async def generate(
+        self, columns: Columns, max_new_tokens: int, params: SamplingParams, **_: Any
+    ) -> Generation:
+        count, self.extra = max_new_tokens + self.extra, -1
+        return Generation(
+            token_ids=np.full(count, 65, np.int32),
+            log_probs=np.full(count, -1.0, np.float32),
+            finish="stop",
+        )
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_more_tokens_than_asked_are_a_bad_reply_though_there_is_room() -> None:
+    limits = Limits(max_new_tokens=4, max_attempts=1)
+    request = Request("hello", limits=limits)
+    asyncio.run(Rollout(Generous(), TOKENIZER, limits=limits).run(request))
+    assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.BAD_REPLY)
+    assert request.sample.response_length == 0
+
+
+def test_a_sealed_request_is_not_played_again() -> None:
+    request, _ = play(["done"])
+    with pytest.raises(IllegalEvent, match="sealed"):
+        asyncio.run(Rollout(Generous(), TOKENIZER).run(request))
 
 
 def test_the_attempts_end() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout.errors import GuardRefused, IllegalEvent, InvariantError
+from fsm_rollout.errors import ConfigError, GuardRefused, IllegalEvent, InvariantError
 from fsm_rollout.limits import TERMINAL, Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states import guards
@@ -15,6 +15,7 @@ from fsm_rollout.states.machine import Machine, Transition, stock_machine
 from fsm_rollout.states.table import EDGES, Event
 from fsm_rollout.testing.snapshot import snapshot
 from fsm_rollout.testing.walk import request_in
+from fsm_rollout.turn import ToolCall
 
 
 def a_request(prompt: int = 3, **limits: Any) -> Request:
@@ -53,7 +54,32 @@ def test_alignment_is_checked_on_every_edge_that_goes_on_with_the_tokens() -> No
 
 def test_every_guard_says_what_its_refusal_means() -> None:
     used = {guard.__name__ for edge in EDGES for guard in edge.guards}
-    assert used == set(guards.REFUSALS)
+    assert used == {guard.__name__ for guard in guards.REFUSALS}
+
+
+def test_a_guard_of_the_users_own_refuses_and_settle_ends_with_what_it_means() -> None:
+    @guards.guard(lambda r: f"{r.num_turns} turns were polite", StopReason.TIMEOUT)
+    def still_welcome(request: Request) -> bool:
+        return request.num_turns < 1
+
+    try:
+        machine = Machine(guards={Event.GENERATE: [still_welcome]})
+        request = Request()
+        machine.fire(Event.GENERATE, request)
+        request.append_response_tokens([1], [-1.0], meta_info={"finish_reason": "stop"})
+        request.sample.turns[-1].calls = (ToolCall("calculator"),)
+        machine.fire(Event.OBSERVE, request)
+        with pytest.raises(GuardRefused, match="still_welcome refused, 1 turns were polite"):
+            machine.fire(Event.GENERATE, request)
+        assert machine.settle(Event.GENERATE, request) is Status.TRUNCATED
+        assert request.stop_reason is StopReason.TIMEOUT
+    finally:
+        del guards.REFUSALS[still_welcome]
+
+
+def test_a_guard_that_was_not_declared_is_refused_by_the_machine() -> None:
+    with pytest.raises(ConfigError, match=r"guard <lambda> is not declared: .*guard"):
+        Machine(guards={Event.GENERATE: [lambda request: True]})
 
 
 def test_every_stop_reason_belongs_to_one_terminal_status() -> None:

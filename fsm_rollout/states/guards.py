@@ -2,6 +2,7 @@
 
 `means` is the StopReason that the request ends with when `Machine.settle` meets the refusal; None:
 the caller is wrong, not the request. A broken invariant (`aligned`, `sound`) aborts it alone.
+Users add guards of their own: `@guard(...)`, then `Machine(guards={Event.GENERATE: [mine]})`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ class Refusal(NamedTuple):
     says: Callable[[Request], str]
 
 
-REFUSALS: dict[str, Refusal] = {}
+REFUSALS: dict[Guard, Refusal] = {}
 
 
-def _guard(
+def guard(
     says: Callable[[Request], str], means: StopReason | Means | None = None
 ) -> Callable[[Guard], Guard]:
+    """Declare a predicate of a request as a guard: what a refusal says, and what it means."""
+
     def register(function: Guard) -> Guard:
         meaning = (
             means if callable(means) and not isinstance(means, StopReason) else lambda _: means
         )
-        REFUSALS[function.__name__] = Refusal(meaning, says)
+        REFUSALS[function] = Refusal(meaning, says)
         return function
 
     return register
@@ -60,7 +63,7 @@ def _binding_budget(request: Request) -> StopReason:
     return StopReason.LENGTH
 
 
-@_guard(_lengths, StopReason.INVARIANT)
+@guard(_lengths, StopReason.INVARIANT)
 def aligned(request: Request) -> bool:
     """Tokens, mask, log-probs, turns and version runs, each with its own length, agree."""
     sample = request.samples[-1]
@@ -73,7 +76,7 @@ def aligned(request: Request) -> bool:
     )
 
 
-@_guard(
+@guard(
     lambda r: "; ".join(str(v) for sample in r.samples for v in violations(sample)),
     StopReason.INVARIANT,
 )
@@ -82,7 +85,7 @@ def sound(request: Request) -> bool:
     return not any(violations(sample) for sample in request.samples)
 
 
-@_guard(
+@guard(
     lambda r: (
         f"no token left: {r.sample.columns.length} of max_context {r.limits.max_context}, "
         f"{r.sample.columns.response_length} of max_response {r.limits.max_response}"
@@ -94,21 +97,21 @@ def has_room(request: Request) -> bool:
     return request.max_new_tokens >= 1
 
 
-@_guard(lambda r: f"{r.num_turns} of max_turns {r.limits.max_turns} are used", StopReason.MAX_TURNS)
+@guard(lambda r: f"{r.num_turns} of max_turns {r.limits.max_turns} are used", StopReason.MAX_TURNS)
 def turns_left(request: Request) -> bool:
     """Another model turn may start, or the interrupted one go on."""
     sample = request.samples[-1]
     return sample.num_turns < request.limits.max_turns or sample.open_turn is not None
 
 
-@_guard(lambda r: "the last turn is not a finished model turn with tool calls")
+@guard(lambda r: "the last turn is not a finished model turn with tool calls")
 def needs_observation(request: Request) -> bool:
     """The last turn made a call, well-formed or not, that waits for an answer."""
     turns = request.samples[-1].turns
     return bool(turns) and bool(turns[-1].calls) and turns[-1].finish == "stop"
 
 
-@_guard(
+@guard(
     lambda r: f"{r.num_tool_calls} of max_tool_calls {r.limits.max_tool_calls} are used",
     StopReason.MAX_TOOL_CALLS,
 )
@@ -117,33 +120,33 @@ def calls_left(request: Request) -> bool:
     return request.num_tool_calls < request.limits.max_tool_calls
 
 
-@_guard(lambda r: "it is sealed: its outcome was recorded and may have been delivered")
+@guard(lambda r: "it is sealed: its outcome was recorded and may have been delivered")
 def not_sealed(request: Request) -> bool:
     """The outcome is not recorded yet."""
     return not request.is_sealed
 
 
-@_guard(lambda r: f"stop reason {r.stop_reason} cannot be resumed (error: {r.error or 'none'})")
+@guard(lambda r: f"stop reason {r.stop_reason} cannot be resumed (error: {r.error or 'none'})")
 def resumable(request: Request) -> bool:
     """The tokens so far are good: the request may go on from them."""
     reason = request.stop_reason
     return reason is not None and reason.resumable and not request.final
 
 
-@_guard(lambda r: "its tools were released: only a retry can open new ones")
+@guard(lambda r: "its tools were released: only a retry can open new ones")
 def tools_alive(request: Request) -> bool:
     """Every tool instance of the request still lives; a request without tools has none to lose."""
     return request.session is None or request.session.is_alive
 
 
-@_guard(lambda r: f"stop reason {r.stop_reason} is final (error: {r.error or 'none'})")
+@guard(lambda r: f"stop reason {r.stop_reason} is final (error: {r.error or 'none'})")
 def retryable(request: Request) -> bool:
     """Starting again from scratch may help."""
     reason = request.stop_reason
     return reason is not None and reason.retryable and not request.final
 
 
-@_guard(lambda r: f"attempt {r.attempt} of max_attempts {r.limits.max_attempts} failed")
+@guard(lambda r: f"attempt {r.attempt} of max_attempts {r.limits.max_attempts} failed")
 def attempts_left(request: Request) -> bool:
     """Another attempt may be made."""
     return request.attempt < request.limits.max_attempts

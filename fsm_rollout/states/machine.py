@@ -6,16 +6,17 @@ at a tenth of the cost. Synchronous and atomic; side effects happen between two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeAlias
 
 import msgspec
 from transitions import Machine as StockMachine
 
-from fsm_rollout.errors import GuardRefused, IllegalEvent
+from fsm_rollout.errors import ConfigError, GuardRefused, IllegalEvent
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.request import Request
-from fsm_rollout.states.guards import REFUSALS
+from fsm_rollout.states.guards import REFUSALS, Guard
 from fsm_rollout.states.table import EDGES, Event
 
 
@@ -36,7 +37,7 @@ class Transition(msgspec.Struct, frozen=True, gc=False):
 
 Listener: TypeAlias = Callable[[Transition], None]
 _Fire: TypeAlias = Callable[[Request, StopReason | None], Status]
-_Rows: TypeAlias = dict[Status, tuple[Status, tuple[Callable[[Request], bool], ...]]]
+_Rows: TypeAlias = dict[Status, tuple[Status, tuple[Guard, ...]]]
 
 
 def stock_machine() -> StockMachine:
@@ -60,10 +61,28 @@ def stock_machine() -> StockMachine:
 
 
 class Machine:
-    """One per rollout: the table, compiled, and who listens to it."""
+    """One per rollout: the table, compiled, and who listens to it.
 
-    def __init__(self, listeners: Iterable[Listener] = ()) -> None:
+    `guards` are further guards of an event, on each of its edges behind the table's own; each is
+    declared with `states.guards.guard`. A listener is called once the request has moved: it must
+    not change it, and what it raises reaches whoever fired. Raises ConfigError for an undeclared
+    guard.
+    """
+
+    def __init__(
+        self,
+        listeners: Iterable[Listener] = (),
+        *,
+        guards: Mapping[Event, Iterable[Guard]] | None = None,
+    ) -> None:
         self.listeners = tuple(listeners)
+        self._guards = {event: tuple(more) for event, more in (guards or {}).items()}
+        for guard in chain.from_iterable(self._guards.values()):
+            if guard not in REFUSALS:
+                raise ConfigError(
+                    f"guard {guard.__name__} is not declared: put "
+                    "`@fsm_rollout.states.guards.guard(says=..., means=...)` above it"
+                )
         self._fires = {
             Event(name): self._compile(Event(name), event)
             for name, event in stock_machine().events.items()
@@ -86,7 +105,7 @@ class Machine:
         try:
             return self.fire(event, request, reason)
         except GuardRefused as refused:
-            means = REFUSALS[refused.guard].means(request)
+            means = refused.means
             if means is None or request.is_done:  # what has ended cannot end again
                 raise
             if means.status is Status.TRUNCATED:
@@ -99,6 +118,7 @@ class Machine:
         for source, transitions in stock.transitions.items():
             (edge,) = transitions
             guards = tuple(condition.func for condition in edge.conditions)
+            guards += self._guards.get(event, ())
             rows[Status[source]] = (Status[edge.dest], guards)
         ends = all(dest in TERMINAL for dest, _ in rows.values())
         starts_over = event is Event.RETRY
@@ -116,7 +136,7 @@ class Machine:
                 )
             for guard in guards:
                 if not guard(request):
-                    raise _refused(event, guard.__name__, request)
+                    raise _refused(event, guard, request)
             if starts_over:
                 request.reset()
             request._status = dest
@@ -143,9 +163,10 @@ class Machine:
         return fire
 
 
-def _refused(event: Event, guard: str, request: Request) -> GuardRefused:
-    says = REFUSALS[guard].says(request)
-    return GuardRefused(guard, f"{event}: guard {guard} refused, {says}: {_where(request)}")
+def _refused(event: Event, guard: Guard, request: Request) -> GuardRefused:
+    name, refusal = guard.__name__, REFUSALS[guard]
+    message = f"{event}: guard {name} refused, {refusal.says(request)}: {_where(request)}"
+    return GuardRefused(name, message, refusal.means(request))
 
 
 def _where(request: Request) -> str:
