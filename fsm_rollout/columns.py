@@ -106,9 +106,9 @@ def _numbers(values: Any, typecode: str, dtype: Any, code: str, what: str) -> np
             values = bytes(values)
         if isinstance(values, (bytes, bytearray)):
             return np.frombuffer(values, dtype) if values else np.empty(0, dtype)
-        if hasattr(values, "detach"):  # a torch tensor, without importing torch
-            values = values.detach().cpu()
-            values = (values.float() if values.is_floating_point() else values).numpy()
+        if detach := getattr(values, "detach", None):  # a torch tensor, without importing torch
+            tensor = detach().cpu()
+            values = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
         raw = np.asarray(values)
         if raw.ndim != 1:
             raise InvariantError(code, f"{what} must be one-dimensional, got shape {raw.shape}")

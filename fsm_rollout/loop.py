@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.errors import EngineError, IllegalEvent, InvariantError
@@ -67,9 +68,11 @@ class Loop:
                 self.machine.fire(Event.RETRY, request)
                 await self.play(request)
         finally:
-            await self.release(request)
-            if request.is_done:
-                request.seal()
+            try:
+                await self.release(request)
+            finally:
+                if request.is_done:
+                    request.seal()
         return request
 
     async def play(self, request: Request) -> None:
@@ -77,10 +80,12 @@ class Loop:
 
         The tools stay alive for a `resume`; `release` ends them.
         """
+        session: ToolSession | None = None
+        clock = asyncio.timeout(request.limits.request_timeout_s)
         try:
-            async with asyncio.timeout(request.limits.request_timeout_s) as clock:
-                session = await self._session(request)
+            async with clock:
                 while not request.is_done:
+                    session = await self._session(request, session)
                     match request.status:
                         case Status.PENDING:
                             await self._start(request)
@@ -96,6 +101,9 @@ class Loop:
         except asyncio.CancelledError:
             self._abort(request, StopReason.CANCELLED, "cancelled from outside")
             raise
+        finally:
+            if session is not None and session is not request.session:
+                await session.close()
         await self._finish(request)
 
     async def release(self, request: Request) -> None:
@@ -111,18 +119,22 @@ class Loop:
     async def _start(self, request: Request) -> None:
         request.error = ""
         if not request.sample.columns.length:
-            ids = request.prompt_ids or await self.codec.prompt_async(request.prompt)
+            ids = request.prompt_ids
+            if ids is None:
+                ids = await self._encoded(request, self.codec.prompt_async(request.prompt))
+            if ids is None:
+                return
             try:
                 request.set_prompt(ids)
             except InvariantError as error:
                 return self._abort(request, StopReason.PROMPT_OVERFLOW, str(error))
         if needs_observation(request):  # resumed while its tools ran
             self.machine.settle(Event.OBSERVE, request)
-        else:
+        elif not request.is_done:
             self.machine.settle(Event.GENERATE, request)
 
     async def _generate(self, request: Request) -> None:
-        seq, started, asked = request.seq, time.monotonic(), request.max_new_tokens
+        seq, started = request.seq, time.monotonic()
         try:
             generation = await self._ask(request)
         except EngineError as error:
@@ -131,9 +143,6 @@ class Loop:
             return
         if request.seq != seq:  # ended meanwhile: the reply is late
             return
-        if len(generation.token_ids) > asked:
-            why = f"{len(generation.token_ids)} tokens, asked for at most {asked}"
-            return self._abort(request, StopReason.BAD_REPLY, why)
         try:
             self._append(request, generation)
         except InvariantError as error:
@@ -145,6 +154,8 @@ class Loop:
         if generation.finish == "abort":
             return self._abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
         self._read(request)
+        if request.is_done:
+            return
         if generation.finish == "length":
             self.machine.settle(Event.TRUNCATE, request, StopReason.LENGTH)
         elif generation.finish == "repetition":
@@ -159,19 +170,16 @@ class Loop:
         turn = sample.turns[-1]
         allowed = request.limits.max_tool_calls - request.num_tool_calls
         results = await session.execute(turn.calls, allowed=allowed)
-        messages = [await self._tool_message(result, session) for result in results]
-        delta = await self.codec.delta_async(sample.columns.last_id, messages)
         if request.seq != seq:  # ended meanwhile: the results are late
             return
         sample.non_generation_time += time.monotonic() - started
-        request.num_tool_calls += sum(result.executed for result in results)
-        request.num_invalid_calls += sum(result.is_invalid for result in results)
-        for name, value in chain.from_iterable(r.response.metrics.items() for r in results):
-            request.metrics[name] = request.metrics.get(name, 0) + value
-        rewards = [r.response.reward for r in results if r.response.reward is not None]
-        turn.reward = sum(rewards) if rewards else None
+        self._count(request, results)
         if request.num_invalid_calls > request.limits.max_invalid_calls:
             self.machine.settle(Event.COMPLETE, request, StopReason.INVALID_CALLS)
+            return
+        messages: list[dict[str, Any]] = []
+        delta = await self._encoded(request, self._delta(request, session, results, messages))
+        if delta is None or request.seq != seq:
             return
         room = sample.room
         sample.append_response_tokens(delta[:room], trainable=False)
@@ -209,7 +217,10 @@ class Loop:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    async def _session(self, request: Request) -> ToolSession:
+    async def _session(self, request: Request, held: ToolSession | None) -> ToolSession:
+        """The request's tools, opened once per attempt; those of an attempt that is over end."""
+        if held is not None and held is not request.session:  # retried from outside
+            await held.close()
         if isinstance(request.session, ToolSession):
             return request.session
         session = request.session = ToolSession(
@@ -219,7 +230,7 @@ class Loop:
             label=f"request {request.index}, attempt {request.attempt}",
         )
         await session.open()
-        if session.failed_required:
+        if session.failed_required and request.session is session:
             why = "; ".join(
                 f"{name}: {session.unavailable[name]}" for name in session.failed_required
             )
@@ -229,35 +240,17 @@ class Loop:
         return session
 
     async def _ask(self, request: Request) -> Generation:
-        """The engine's answer, or EngineError whatever else its code raises."""
-        timeout_s, sample = request.limits.turn_timeout_s, request.sample
-        try:
-            async with asyncio.timeout(timeout_s) as clock:
-                return await self.engine.generate(
-                    sample.columns,
-                    request.max_new_tokens,
-                    self._params(request),
-                    request_id=f"{sample.session_id}.{request.attempt}.{request.seq}",
-                    session_id=sample.session_id,
-                )
-        except EngineError:
-            raise
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise EngineError(
-                "the engine raised CancelledError by itself", reason=StopReason.ENGINE_ERROR
-            ) from None
-        except Exception as error:
-            if isinstance(error, TimeoutError) and clock.expired():
-                raise EngineError(
-                    f"no reply within turn_timeout_s ({timeout_s} s)", reason=StopReason.DEADLINE
-                ) from error
-            logger.exception("request %d: the engine raised", request.index)
-            raise EngineError(
-                f"the engine raised {error!r}", reason=StopReason.ENGINE_ERROR
-            ) from error
+        sample = request.sample
+        return await ask(
+            self.engine,
+            sample.columns,
+            request.max_new_tokens,
+            self._params(request),
+            request_id=f"{sample.session_id}.{request.attempt}.{request.seq}",
+            session_id=sample.session_id,
+            timeout_s=request.limits.turn_timeout_s,
+            vocab_size=self.codec.vocab_size,
+        )
 
     def _params(self, request: Request) -> SamplingParams:
         """The run's parameters with a seed of this turn's own."""
@@ -284,11 +277,14 @@ class Loop:
         """Parse the finished turn once, all of it: what it says and which tools it calls."""
         sample = request.sample
         turn = sample.turns[-1]
-        parsed = self.codec.parse(
-            sample.columns.response_ids(turn.start, turn.stop),
-            finish=turn.finish or "",
-            call_id=f"call_{sample.num_turns}",
-        )
+        try:
+            parsed = self.codec.parse(
+                sample.columns.response_ids(turn.start, turn.stop),
+                finish=turn.finish or "",
+                call_id=f"call_{sample.num_turns}",
+            )
+        except Exception as error:  # a parser of the user's own
+            return self._codec_failed(request, error)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -303,6 +299,39 @@ class Loop:
                 for c in turn.calls
             ]
         turn.messages = (message,)
+
+    def _count(self, request: Request, results: Sequence[CallResult]) -> None:
+        request.num_tool_calls += sum(result.executed for result in results)
+        request.num_invalid_calls += sum(result.is_invalid for result in results)
+        for name, value in chain.from_iterable(r.response.metrics.items() for r in results):
+            request.metrics[name] = request.metrics.get(name, 0) + value
+        rewards = [r.response.reward for r in results if r.response.reward is not None]
+        request.sample.turns[-1].reward = sum(rewards) if rewards else None
+
+    async def _delta(
+        self,
+        request: Request,
+        session: ToolSession,
+        results: Sequence[CallResult],
+        messages: list[dict[str, Any]],
+    ) -> list[int]:
+        """The ids of the results; fills `messages` with what they say."""
+        messages += [await self._tool_message(result, session) for result in results]
+        return await self.codec.delta_async(request.sample.columns.last_id, messages)
+
+    async def _encoded(
+        self, request: Request, ids: Coroutine[Any, Any, list[int]]
+    ) -> list[int] | None:
+        """What the codec makes; None, and the request is aborted for good, when it fails."""
+        try:
+            return await ids
+        except Exception as error:
+            self._codec_failed(request, error)
+            return None
+
+    def _codec_failed(self, request: Request, error: Exception) -> None:
+        logger.error("request %d: the codec failed", request.index, exc_info=error)
+        self._end(request, StopReason.INVARIANT, f"the codec failed: {error!r}", final=True)
 
     async def _tool_message(self, result: CallResult, session: ToolSession) -> dict[str, Any]:
         text, call = result.response.text, result.call
@@ -323,6 +352,8 @@ class Loop:
         )
 
     def _end(self, request: Request, reason: StopReason, why: str, *, final: bool) -> None:
+        if request.is_done:
+            return
         if reason.status is Status.TRUNCATED:  # the engine met a limit that we did not know
             self.machine.settle(Event.TRUNCATE, request, reason)
         else:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fsm_rollout.errors import RolloutError
 from fsm_rollout.request import Request
+from fsm_rollout.tools.base import finite
 from fsm_rollout.tools.supervisor import Flight
 
 Score: TypeAlias = float | Mapping[str, float] | None
@@ -40,12 +40,13 @@ async def score(
     """
     parts = {f"tool/{name}": value for name, value in tool_rewards.items()}
     if function is None:
-        request.reward = sum(tool_rewards.values()) if tool_rewards else None
+        named: Mapping[Any, object] = tool_rewards
     else:
         value = await _call(function, request, timeout_s)
         named = value if isinstance(value, Mapping) else {} if value is None else {"reward": value}
-        parts |= {name: _finite(name, part) for name, part in named.items()}
-        request.reward = sum(parts[name] for name in named) if named else None
+        parts |= {str(name): _finite(name, part) for name, part in named.items()}
+    total = sum(_finite(name, part) for name, part in named.items())
+    request.reward = _finite("the sum", total) if named else None
     request.reward_parts = parts
 
 
@@ -73,7 +74,8 @@ async def _call(function: RewardFunction, request: Request, timeout_s: float) ->
     return flight.task.result()
 
 
-def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RewardError(f"reward {name!r} is {value!r}; it must be a finite number or None")
-    return float(value)
+def _finite(name: object, value: object) -> float:
+    try:
+        return finite(value, what=f"reward {name!r}")
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{error}; return a finite number, named parts, or None") from error

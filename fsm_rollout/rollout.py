@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsm_rollout.codec import Codec
@@ -52,6 +53,8 @@ class Rollout:
         listeners: Iterable[Listener] = (),
         guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
+        if max_concurrent < 1:
+            raise ConfigError(f"max_concurrent must be >= 1, got {max_concurrent}")
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
         if codec is not None and tokenizer is None:
             self.codec = codec
@@ -68,6 +71,7 @@ class Rollout:
         self.limits = limits or Limits()
         self.log_probs = log_probs
         self.max_concurrent = max_concurrent
+        self._indices, self._group_indices = count(), count()
         self.loop = Loop(
             engine=engine,
             codec=self.codec,
@@ -83,21 +87,25 @@ class Rollout:
     ) -> list[Group]:
         """Play `num_samples` requests of each row; one Group per row, in order.
 
+        Indices count on from call to call, and with them the seeds: no two requests are alike.
+
         A row is a prompt or `{prompt, label, metadata, tools_kwargs}`. Every request comes back
         COMPLETED, TRUNCATED or ABORTED with a reason. Raises ConfigError, naming the row, before
         anything starts.
         """
-        groups = [
-            self._group(index, row, num_samples)
-            for index, row in enumerate(checked_rows(rows, self.tools))
-        ]
-        for group in groups:  # once per group, and before anything starts
+        if isinstance(rows, str | Mapping):
+            raise ConfigError("generate takes a list of rows: put the one row into a list")
+        if num_samples < 1:
+            raise ConfigError(f"num_samples must be >= 1, got {num_samples}")
+        groups = [self._group(row, num_samples) for row in checked_rows(rows, self.tools)]
+        for number, group in enumerate(groups, 1):  # once per group, before anything starts
             try:
                 ids = await self.codec.prompt_async(group.requests[0].prompt)
             except ConfigError as error:
-                raise ConfigError(f"row {group.index + 1}: {error}") from error
+                raise ConfigError(f"row {number}: {error}") from error
             for request in group.requests:
                 request.prompt_ids = ids
+            await asyncio.sleep(0)  # other tasks of the loop get their turn
         gate = asyncio.Semaphore(self.max_concurrent)
 
         async def admitted(request: Request) -> None:
@@ -113,21 +121,22 @@ class Rollout:
             raise bugs.exceptions[0] from bugs
         return groups
 
-    def _group(self, index: int, row: PromptRow, num_samples: int) -> Group:
+    def _group(self, row: PromptRow, num_samples: int) -> Group:
+        group_index = next(self._group_indices)
         requests = [
             Request(
                 prompt=row.prompt,
-                index=index * num_samples + member,
-                group_index=index,
+                index=next(self._indices),
+                group_index=group_index,
                 limits=self.limits,
                 label=row.label,
                 metadata=row.metadata,
                 tools_kwargs=row.tools_kwargs,
                 log_probs=self.log_probs,
             )
-            for member in range(num_samples)
+            for _ in range(num_samples)
         ]
-        return Group(index, requests)
+        return Group(group_index, requests)
 
     async def run(self, request: Request) -> Request:
         """Play one request of your own to its end; see `Loop.run`."""

@@ -20,7 +20,7 @@ from fsm_rollout.columns import Columns, Floats, Ints, int32
 from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.row import ColumnRow, Row, row_from
-from fsm_rollout.turn import Media, Run, ToolCall, Turn, extend_runs, finish_of, runs_of
+from fsm_rollout.turn import Media, Run, ToolCall, Turn, checked_meta, extend_runs
 
 if TYPE_CHECKING:
     from fsm_rollout.request import Request
@@ -227,10 +227,11 @@ class Sample:
             raise InvariantError(
                 "R3.5.room", f"{count} tokens for {self._where()}, which has room for {self.room}"
             )
-        meta = meta_info or {}
-        finish = finish_of(meta) if update_terminal_info and (trainable or forced) else None
-        runs = runs_of(meta, count) if trainable else []
+        meta = checked_meta(meta_info, count, trainable=trainable)
+        finish = meta.finish if update_terminal_info and (trainable or forced) else None
         rows = self.columns.checked_extra(extra, count)
+        if not isinstance(text, str | None):
+            raise InvariantError("R3.6.text", f"text must be a string, got {type(text).__name__}")
 
         known = self.response if self.response_length else self.response or ""
         self.columns.append(ids, sampled, rows, sampled=trainable)
@@ -242,12 +243,8 @@ class Sample:
                 turn.put_in(count)
             turn.stop += count
             turn.finish = finish
-            extend_runs(turn.weight_versions, runs)
-            self.num_versioned += sum(n for _, n in runs)
-            if trainable:
-                turn.temperature = meta.get("temperature", turn.temperature)
-                turn.top_p = meta.get("top_p", turn.top_p)
-                turn.log_prob_kind = meta.get("log_prob_kind", turn.log_prob_kind)
+            turn.take(meta)
+            self.num_versioned += sum(n for _, n in meta.runs)
 
     def truncate(self, response: int) -> int:
         """Keep the first `response` response tokens of every column, turn and span.

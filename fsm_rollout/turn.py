@@ -5,8 +5,10 @@ Plain values: Sample writes them with the columns, the loop adds calls, messages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import index
 from types import NoneType
 from typing import Any, Literal, TypeAlias
@@ -17,6 +19,7 @@ from fsm_rollout.columns import WeightVersion
 from fsm_rollout.errors import InvariantError
 
 FINISHES = frozenset({"stop", "length", "abort", "repetition"})
+LOG_PROB_KINDS = ("scaled", "raw", "processed")
 Run: TypeAlias = tuple[WeightVersion, int]
 """a run of tokens that one weight version sampled"""
 
@@ -66,9 +69,7 @@ class Turn:
     top_p: float | None = None
     log_prob_kind: str | None = None
     weight_versions: list[Run] = field(default_factory=list)  # runs that tile the sampled tokens
-    forced: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # response-relative spans put in by us
+    forced: list[tuple[int, int]] = field(default_factory=list)  # spans put in by us, like start
 
     @property
     def is_open(self) -> bool:
@@ -89,6 +90,13 @@ class Turn:
             start = self.forced.pop()[0]
         self.forced.append((start, self.stop + count))
 
+    def take(self, meta: Meta) -> None:
+        """Note what the engine said about the tokens that were just appended."""
+        extend_runs(self.weight_versions, meta.runs)
+        for name in ("temperature", "top_p", "log_prob_kind"):
+            if (value := getattr(meta, name)) is not None:
+                setattr(self, name, value)
+
     def cut(self, stop: int) -> Turn:
         """This turn up to response position `stop`; a turn that lost its end is open again."""
         forced = [(a, min(b, stop)) for a, b in self.forced if a < stop]
@@ -102,8 +110,48 @@ class Turn:
         return turn
 
 
-def finish_of(meta: Mapping[str, Any]) -> str | None:
-    finish = meta.get("finish_reason")
+class Meta(msgspec.Struct, frozen=True):
+    """What an engine said about the tokens of one append, checked."""
+
+    finish: str | None = None
+    runs: Sequence[Run] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    log_prob_kind: str | None = None
+
+
+def checked_meta(meta: Mapping[str, Any] | None, count: int, *, trainable: bool) -> Meta:
+    """The parts of `meta_info` that the record keeps. InvariantError names the one that is bad."""
+    try:
+        given = dict(meta or {})
+    except (TypeError, ValueError) as error:
+        raise InvariantError("R3.6.meta", f"meta_info must be a mapping: {error}") from error
+    finish = _finish(given.get("finish_reason"))
+    if not trainable:
+        return Meta(finish)
+    kind = given.get("log_prob_kind")
+    if kind is not None and kind not in LOG_PROB_KINDS:
+        raise InvariantError("R3.6.meta", f"log_prob_kind {kind!r} is not one of {LOG_PROB_KINDS}")
+    return Meta(
+        finish,
+        _runs(given, count),
+        _positive(given, "temperature"),
+        _positive(given, "top_p"),
+        kind,
+    )
+
+
+def _positive(meta: Mapping[str, Any], name: str) -> float | None:
+    value = meta.get(name)
+    if value is None:
+        return None
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    if not 0 <= number < math.inf:
+        raise InvariantError("R3.6.meta", f"{name} must be a finite number >= 0, got {value!r}")
+    return number
+
+
+def _finish(finish: Any) -> str | None:
     if isinstance(finish, Mapping):
         finish = finish.get("type")
     if finish is not None and not (isinstance(finish, str) and finish in FINISHES):
@@ -113,14 +161,15 @@ def finish_of(meta: Mapping[str, Any]) -> str | None:
     return finish
 
 
-def runs_of(meta: Mapping[str, Any], count: int) -> Sequence[Run]:
-    given = meta.get("weight_versions") or [(meta.get("weight_version"), count)]
+def _runs(meta: Mapping[str, Any], count: int) -> Sequence[Run]:
+    given = meta.get("weight_versions")
     try:
-        runs = [(version, index(n)) for version, n in given]
+        runs = [(version, index(n)) for version, n in (() if given is None else given)]
     except (TypeError, ValueError) as error:
         raise InvariantError(
             "R3.4.versions", f"weight-version runs {given!r}: must be pairs (version, count)"
         ) from error
+    runs = runs or [(meta.get("weight_version"), count)]
     if sum(n for _, n in runs) != count or min(n for _, n in runs) < 0:
         raise InvariantError(
             "R3.4.versions", f"weight-version runs {runs} do not tile {count} tokens"

@@ -36,6 +36,7 @@ class IdCodec:
     """A codec whose texts are the ids themselves, as the cases give them."""
 
     stop_ids = frozenset({9})
+    vocab_size = 100
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.script = case["input"]["script"]

@@ -8,69 +8,27 @@ pytest.importorskip("transformers")
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from fsm_rollout.columns import Columns
-from fsm_rollout.engines.base import Generation, SamplingParams
 from fsm_rollout.engines.scripted import Answer, Reply, ScriptedEngine
-from fsm_rollout.errors import EngineError, IllegalEvent, ToolError
-from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.table import Event
-from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool, ToolResponse
-
-TOKENIZER = tiny_tokenizer()
-CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
-
-
-class Echo(Tool):
-    """Say it again."""
-
-    rewarded = 0
-
-    def execute(self, text: str) -> str:
-        """text: what to say"""
-        return f"<{text}>"
-
-    def calc_reward(self) -> float:
-        Echo.rewarded += 1
-        return 0.25
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
-    return [*found, TOKENIZER.eos_token_id]
-
-
-def play(
-    script: Sequence[Answer] | Callable[[Any], Answer],
-    *,
-    tools: Sequence[Any] = (Echo,),
-    prompt: str = "hello",
-    **kwargs: Any,
-) -> tuple[Request, ScriptedEngine]:
-    """One request through `Loop.run`; its invariants hold, whatever happened."""
-    engine = ScriptedEngine(script, tokenizer=TOKENIZER)
-    limits = kwargs.pop(
-        "limits", Limits(max_context=4_096, tool_timeout_s=0.1, release_timeout_s=0.3)
-    )
-    rollout = Rollout(engine, TOKENIZER, tools=tools, limits=limits, **kwargs)
-    request = Request(prompt, limits=limits)
-    asyncio.run(rollout.run(request))
-    assert request.is_done
-    assert request.is_sealed
-    assert not [v for sample in request.samples for v in violations(sample)]
-    return request, engine
-
-
-def said_by_tools(request: Request) -> list[str]:
-    return [m["content"] for m in request.sample.messages if m["role"] == "tool"]
+from tests.playing import (
+    CALL,
+    TOKENIZER,
+    Echo,
+    cancel_itself,
+    fail,
+    ids,
+    play,
+    refuse,
+    said_by_tools,
+    swallow,
+)
 
 
 def test_a_tool_round_trip_keeps_every_sampled_token_and_trains_only_those() -> None:
@@ -175,7 +133,7 @@ def test_an_observation_that_fits_exactly_is_kept() -> None:
     assert request.sample.tokens.tolist() == engine.asked[1].ids
 
 
-def test_a_prompt_longer_than_the_context_is_refused_never_cut() -> None:
+def test_a_prompt_longer_than_the_context_isrefused_never_cut() -> None:
     request, engine = play(["x"], limits=Limits(max_context=20))
     assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.PROMPT_OVERFLOW)
     assert not engine.asked
@@ -281,33 +239,14 @@ def test_a_tool_may_end_the_request() -> None:
     assert said_by_tools(request) == ["bye"]
 
 
-async def _swallow() -> None:
-    try:
-        await asyncio.sleep(5)
-    except BaseException:
-        await asyncio.sleep(5)
-
-
-async def _cancel_itself() -> None:
-    raise asyncio.CancelledError
-
-
-async def _raise() -> None:
-    raise ValueError("boom")
-
-
-async def _refuse() -> None:
-    raise ToolError("not today")
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (lambda: asyncio.sleep(5), "timed out"),
-        (_swallow, "timed out"),
-        (_cancel_itself, "failed"),
-        (_raise, "boom"),
-        (_refuse, "not today"),
+        (swallow, "timed out"),
+        (cancel_itself, "failed"),
+        (fail, "boom"),
+        (refuse, "not today"),
     ],
     ids=["hangs", "swallows cancellation", "raises CancelledError", "raises", "refuses"],
 )
@@ -438,127 +377,6 @@ def test_a_cancel_at_any_hook_aborts_releases_once_and_is_passed_on(where: str) 
     assert seen.count("release") == 1
     if where != "release":
         assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.CANCELLED)
-
-
-class Failing:
-    """An engine whose code misbehaves in one way, then answers."""
-
-    def __init__(self, fault: Callable[[], Any], times: int = 1) -> None:
-        self.fault, self.times = fault, times
-        self.good = ScriptedEngine(lambda _: "done", tokenizer=TOKENIZER)
-
-    async def generate(
-        self,
-        columns: Columns,
-        max_new_tokens: int,
-        params: SamplingParams,
-        *,
-        request_id: str,
-        session_id: str,
-        media: Sequence[Any] | None = None,
-    ) -> Generation:
-        if self.times:
-            self.times -= 1
-            await self.fault()
-        return await self.good.generate(
-            columns, max_new_tokens, params, request_id=request_id, session_id=session_id
-        )
-
-    async def abort(self, request_id: str) -> None:
-        raise AssertionError("not asked for")
-
-    async def close(self) -> None:
-        pass
-
-
-async def _timeout_itself() -> None:
-    raise TimeoutError
-
-
-async def _bad_request() -> None:
-    raise EngineError("HTTP 400", reason=StopReason.ENGINE_ERROR, final=True)
-
-
-async def _overflow() -> None:
-    raise EngineError("context overflow", reason=StopReason.MAX_CONTEXT)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [_raise, _cancel_itself, _timeout_itself, lambda: asyncio.sleep(9)],
-    ids=["raises", "raises CancelledError", "raises TimeoutError", "hangs"],
-)
-def test_an_engine_that_misbehaves_costs_one_attempt(fault: Callable[[], Any]) -> None:
-    limits = Limits(turn_timeout_s=0.05)
-    rollout = Rollout(Failing(fault), TOKENIZER, limits=limits)
-    request = Request("hello", limits=limits)
-    asyncio.run(rollout.run(request))
-    assert (request.status, request.attempt) == (Status.COMPLETED, 2)
-
-
-def test_a_final_engine_error_is_not_retried() -> None:
-    rollout = Rollout(Failing(_bad_request), TOKENIZER)
-    request = Request("hello")
-    asyncio.run(rollout.run(request))
-    assert (request.status, request.attempt, request.final) == (Status.ABORTED, 1, True)
-    assert request.error == "HTTP 400"
-
-
-def test_a_context_overflow_of_the_server_is_a_truncation() -> None:
-    rollout = Rollout(Failing(_overflow), TOKENIZER)
-    request = Request("hello")
-    asyncio.run(rollout.run(request))
-    assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.MAX_CONTEXT)
-
-
-class Generous:
-    """Builds its Generation by hand and gives more than it was asked for."""
-
-    def __init__(self) -> None:
-        self.extra = 1
-
-    async def generate(
-        self, columns: Columns, max_new_tokens: int, params: SamplingParams, **_: Any
-    ) -> Generation:
-        count, self.extra = max_new_tokens + self.extra, -1
-        return Generation(
-            token_ids=np.full(count, 65, np.int32),
-            log_probs=np.full(count, -1.0, np.float32),
-            finish="stop",
-        )
-
-    async def abort(self, request_id: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-def test_more_tokens_than_asked_are_a_bad_reply_though_there_is_room() -> None:
-    limits = Limits(max_new_tokens=4, max_attempts=1)
-    request = Request("hello", limits=limits)
-    asyncio.run(Rollout(Generous(), TOKENIZER, limits=limits).run(request))
-    assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.BAD_REPLY)
-    assert request.sample.response_length == 0
-
-
-def test_a_sealed_request_is_not_played_again() -> None:
-    request, _ = play(["done"])
-    with pytest.raises(IllegalEvent, match="sealed"):
-        asyncio.run(Rollout(Generous(), TOKENIZER).run(request))
-
-
-def test_the_attempts_end() -> None:
-    rollout = Rollout(Failing(_raise, times=99), TOKENIZER, limits=Limits(max_attempts=3))
-    request = Request("hello", limits=Limits(max_attempts=3))
-    asyncio.run(rollout.run(request))
-    assert (request.stop_reason, request.attempt) == (StopReason.ENGINE_ERROR, 3)
-
-
-def test_a_request_that_takes_too_long_is_truncated_with_what_it_has() -> None:
-    limits = Limits(request_timeout_s=0.1)
-    rollout = Rollout(Failing(lambda: asyncio.sleep(9)), TOKENIZER, limits=limits)
-    request = Request("hello", limits=limits)
-    asyncio.run(rollout.run(request))
-    assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.TIMEOUT)
 
 
 def test_seeds_differ_by_turn_request_and_attempt_and_repeat_by_run() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.invariants import violations
-from fsm_rollout.limits import StopReason
+from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 
 Guard = Callable[[Request], bool]
@@ -31,12 +32,17 @@ REFUSALS: dict[Guard, Refusal] = {}
 def guard(
     says: Callable[[Request], str], means: StopReason | Means | None = None
 ) -> Callable[[Guard], Guard]:
-    """Declare a predicate of a request as a guard: what a refusal says, and what it means."""
+    """Declare a predicate of a request as a guard: what a refusal says, and what it means.
+
+    A refusal may mean a TRUNCATED or an ABORTED reason, or None: it never completes a request.
+    """
+    if isinstance(means, StopReason) and means.status is Status.COMPLETED:
+        raise ConfigError(f"a guard's refusal cannot mean {means}, a reason of COMPLETED")
+
+    def meaning(request: Request) -> StopReason | None:
+        return means if means is None or isinstance(means, StopReason) else means(request)
 
     def register(function: Guard) -> Guard:
-        meaning = (
-            means if callable(means) and not isinstance(means, StopReason) else lambda _: means
-        )
         REFUSALS[function] = Refusal(meaning, says)
         return function
 

@@ -108,10 +108,11 @@ class Machine:
             means = refused.means
             if means is None or request.is_done:  # what has ended cannot end again
                 raise
-            if means.status is Status.TRUNCATED:
+            if means.status is Status.TRUNCATED and event is not Event.TRUNCATE:
                 return self.settle(Event.TRUNCATE, request, means)
             request.error = refused.message
-            return self.fire(Event.ABORT, request, means)
+            is_abort = means.status is Status.ABORTED
+            return self.fire(Event.ABORT, request, means if is_abort else StopReason.INVARIANT)
 
     def _compile(self, event: Event, stock: Any) -> _Fire:
         rows: _Rows = {}

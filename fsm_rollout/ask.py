@@ -1,0 +1,117 @@
+"""Ask: one engine call under a deadline. Whatever the engine's code does becomes a Generation or an
+EngineError.
+
+The loop calls it. The engine runs in a task of its own, so that one that hangs, swallows its
+cancellation, raises CancelledError by itself or returns nonsense costs one attempt and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fsm_rollout.columns import Columns
+from fsm_rollout.engines.base import Engine, Generation, SamplingParams
+from fsm_rollout.errors import EngineError
+from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.tools.supervisor import Flight
+from fsm_rollout.turn import FINISHES
+
+logger = logging.getLogger(__name__)
+
+
+async def ask(
+    engine: Engine,
+    columns: Columns,
+    max_new_tokens: int,
+    params: SamplingParams,
+    *,
+    request_id: str,
+    session_id: str,
+    timeout_s: float,
+    vocab_size: int,
+) -> Generation:
+    """The engine's answer. Raises EngineError for every fault, CancelledError for our own cancel.
+
+    An engine that does not end when it is cancelled is told to abort the request and left alone.
+    """
+    flight = Flight(
+        lambda: engine.generate(
+            columns, max_new_tokens, params, request_id=request_id, session_id=session_id
+        ),
+        in_thread=False,
+        label=f"engine, request {request_id}",
+        on_abandon=lambda: _tell_to_abort(engine, request_id),
+    )
+    try:
+        is_done = await flight.settle(timeout_s)
+    finally:
+        await flight.stop()
+    if not is_done:
+        raise EngineError(
+            f"no reply within turn_timeout_s ({timeout_s:g} s)", reason=StopReason.DEADLINE
+        )
+    if flight.task.cancelled():
+        raise _failed("the engine raised CancelledError by itself")
+    if error := flight.task.exception():
+        raise _engine_error(error, request_id) from error
+    return _fitting(flight.task.result(), max_new_tokens, params, vocab_size)
+
+
+def _fitting(
+    reply: object, max_new_tokens: int, params: SamplingParams, vocab_size: int
+) -> Generation:
+    """The reply, if it answers what was asked; `engines.base.checked` looked at the rest."""
+    if not isinstance(reply, Generation):
+        raise _failed(
+            f"the engine returned {type(reply).__name__}, not a Generation: "
+            "build it with fsm_rollout.engines.base.checked",
+            final=True,
+        )
+    if reply.finish not in FINISHES:
+        raise _bad(f"the engine returned the unknown finish reason {reply.finish!r}")
+    count = len(reply.token_ids)
+    if count > max_new_tokens:
+        raise _bad(f"the engine returned {count} tokens, asked for at most {max_new_tokens}")
+    if count and int(max(reply.token_ids)) >= vocab_size:
+        raise _bad(
+            f"the engine returned token id {max(reply.token_ids)}; the tokenizer has {vocab_size} "
+            "ids, the rest of the model's embedding is padding"
+        )
+    kind, temperature = reply.log_prob_kind, params.temperature
+    if (kind == "raw" and temperature not in (0, 1)) or (
+        kind == "processed" and (params.top_p < 1 or params.top_k)
+    ):
+        raise _failed(
+            f"the engine's log-probs are {kind} ones, which are not log_softmax(logits / "
+            f"temperature) at temperature {temperature}, top_p {params.top_p}, top_k "
+            f"{params.top_k}; change the engine's log-prob mode or the sampling",
+            final=True,
+        )
+    return reply
+
+
+def _engine_error(error: BaseException, request_id: str) -> EngineError:
+    if isinstance(error, EngineError):
+        reason = error.reason
+        if isinstance(reason, StopReason) and reason.status is not Status.COMPLETED:
+            return error
+        return _failed(f"{error} (with {reason!r}, which is no reason of an engine)")
+    logger.error("request %s: the engine raised", request_id, exc_info=error)
+    return _failed(f"the engine raised {error!r}")
+
+
+def _tell_to_abort(engine: Engine, request_id: str) -> None:
+    Flight(
+        lambda: engine.abort(request_id),
+        in_thread=False,
+        label=f"engine abort, request {request_id}",
+        on_abandon=lambda: None,
+    )
+
+
+def _failed(message: str, *, final: bool = False) -> EngineError:
+    return EngineError(message, reason=StopReason.ENGINE_ERROR, final=final)
+
+
+def _bad(message: str) -> EngineError:
+    return EngineError(message, reason=StopReason.BAD_REPLY)
