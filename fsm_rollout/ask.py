@@ -1,5 +1,4 @@
-"""Ask: one engine call under a deadline. Whatever the engine's code does becomes a Generation or an
-EngineError.
+"""Ask: one engine call under a deadline; what comes of it is a Generation or an EngineError.
 
 The loop calls it. The engine runs in a task of its own, so that one that hangs, swallows its
 cancellation, raises CancelledError by itself or returns nonsense costs one attempt and no more.

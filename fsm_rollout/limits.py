@@ -11,6 +11,9 @@ import msgspec
 
 from fsm_rollout.errors import ConfigError
 
+CUT_MARK = "[truncated]"
+"""what a tool's response shows where a budget cut it"""
+
 
 class Status(StrEnum):
     """Where a request stands. The values are slime's strings where slime has them."""

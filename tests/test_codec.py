@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsm_rollout.codec import Codec
-from fsm_rollout.codec.template import shipped_template
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.codec.delta import MAX_MESSAGES, Delta, Field, _pieces, _sentinel
+from fsm_rollout.codec.template import ChatTemplate, shipped_template
+from fsm_rollout.errors import ConfigError, TemplateError
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from tests.codecs import (
     MORE,
@@ -92,6 +93,44 @@ def test_a_sequence_of_roles_that_was_not_foreseen_is_proved_when_it_occurs() ->
     history = [{"role": "user", "content": "q"}, calling(7, {})]
     delta = asyncio.run(it.delta_async(None, new))
     assert render(it, history + new)[-len(delta) :] == delta
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3"])
+def test_more_than_a_hundred_messages_may_follow_a_turn(name: str) -> None:
+    it, count = codec(name), 150
+    new = results([str(i) for i in range(count)])
+    history = [{"role": "user", "content": "q"}, calling(count, {})]
+    delta = asyncio.run(it.delta_async(None, new))
+    assert render(it, history + new)[-len(delta) :] == delta
+
+
+def test_each_message_has_a_sentinel_of_its_own_and_too_many_are_refused() -> None:
+    sentinels = [_sentinel("c", i) for i in range(MAX_MESSAGES)]
+    assert {len(sentinel) for sentinel in sentinels} == {9}  # Mistral checks it
+    pieces = list(_pieces("".join(sentinels), {}))
+    assert pieces == [Field(i, "content") for i in range(MAX_MESSAGES)]
+    with pytest.raises(TemplateError, match=r"3845 messages .* at most 3844 can"):
+        codec("tiny").delta(None, results([""] * (MAX_MESSAGES + 1)))
+
+
+def test_deltas_that_were_not_foreseen_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsm_rollout.codec.codec._LATER", 2)
+    it = Codec(tiny_tokenizer(), tools=[SCHEMA])
+    wanted = [it.delta(None, results([""] * count)) for count in range(1, 9)]
+    compiled = []
+    compile_ = Delta.__init__
+
+    def counted(self: Delta, template: ChatTemplate, roles: tuple[str, ...]) -> None:
+        compiled.append(len(roles))
+        compile_(self, template, roles)
+
+    monkeypatch.setattr(Delta, "__init__", counted)
+    assert [it.delta(None, results([""] * count)) for count in (8, 7, 4, 1)] == [
+        wanted[count - 1] for count in (8, 7, 4, 1)
+    ]
+    assert compiled == []  # the last two, and those of the start
+    assert it.delta(None, results([""] * 5)) == wanted[4]
+    assert compiled == [5]
 
 
 @pytest.mark.parametrize("role", ["assistant", "critic"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Encoding
 
 from fsm_rollout.codec.vocabulary import Vocabulary
+from fsm_rollout.limits import CUT_MARK
 from tests.codecs import (
     TEMPLATES,
     calling,
@@ -116,13 +117,13 @@ def test_a_fitted_text_is_whole_or_cut_on_its_side(
     if len(it.vocabulary.encode_text(text)) <= room:
         assert fitted == text
         return
-    start, _, end = fitted.partition("[truncated]") if fitted not in text else (fitted, "", fitted)
+    start, _, end = fitted.partition(CUT_MARK) if fitted not in text else (fitted, "", fitted)
     match side:
         case "left":
             assert text.endswith(end)
         case "right":
             assert text.startswith(start)
-        case "middle" if "[truncated]" in fitted:
+        case "middle" if CUT_MARK in fitted:
             assert text.startswith(start)
             assert text.endswith(end)
 
@@ -133,7 +134,7 @@ def test_the_side_says_what_is_dropped() -> None:
     assert fit(text, 4, side="left") == "ZZZZ"
     assert fit(text, 4, side="right") == "AAAA"
     assert fit(text, 4, side="middle") == "AAZZ"
-    assert fit(text, 15, side="middle") == "AA[truncated]ZZ"
+    assert fit(text, 15, side="middle") == f"AA{CUT_MARK}ZZ"
     assert fit("日本語" * 40, 10, side="right") == "日本語"
     assert fit(text, 0, side="left") == ""
 
@@ -150,7 +151,7 @@ def test_a_huge_text_costs_what_is_kept(unit: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Vocabulary, "_encoding", counted)
     fitted = codec("hermes").fit(huge, 16, side="middle")
     assert sum(encoded) < 20_000
-    assert "truncated" in fitted
+    assert CUT_MARK in fitted
     assert 0 < len(codec("hermes").vocabulary.encode_text(fitted)) <= 16
 
 
@@ -160,10 +161,13 @@ def test_a_long_text_encodes_in_chunks_as_it_does_whole() -> None:
         "The answer is 42.\n\n  - so: it's <tool_call> 你好, été\n",
         "x" * 999 + " ",
         "ab cd ",
+        "0a3f9bc2e1d",
+        "+--+--+\n|  |  |\n",
     ):
         text = unit * (50_000 // len(unit))
         whole = vocabulary._plain.encode(vocabulary._anchor + text, add_special_tokens=False).ids
         assert vocabulary.encode_text(text) == whole[1:]
+        assert max(map(len, vocabulary._chunks(text))) < 20_000
 
 
 def test_a_megabyte_from_a_tool_does_not_stop_the_event_loop() -> None:

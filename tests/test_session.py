@@ -11,13 +11,13 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from fsm_rollout.errors import ToolError
-from fsm_rollout.limits import Limits
+from fsm_rollout.limits import CUT_MARK, Limits
 from fsm_rollout.tools.base import Tool, ToolResponse, tool
 from fsm_rollout.tools.registry import Toolset
 from fsm_rollout.tools.session import CallResult, ToolSession
@@ -120,8 +120,10 @@ def test_state_lives_from_create_to_release_and_each_hook_gets_its_own_kwargs() 
     async def main() -> None:
         session = ToolSession(Toolset([Count]), kwargs=kwargs, limits=PATIENT)
         assert not session.is_alive
+        assert session.is_closed
         await session.open()
         assert session.is_alive
+        assert not session.is_closed
         for expected in ("11", "21"):
             (result,) = await session.execute([call("count", step=1)], allowed=1)
             assert (result.outcome, result.response.text) == ("ok", expected)
@@ -130,6 +132,7 @@ def test_state_lives_from_create_to_release_and_each_hook_gets_its_own_kwargs() 
         await session.close()
         await session.close()
         assert not session.is_alive
+        assert session.is_closed
 
     asyncio.run(main())
     assert seen == [("end", 21)]
@@ -349,12 +352,77 @@ def test_an_unusable_answer_is_an_error_of_the_tool(value: object) -> None:
     assert "0x" not in text
 
 
+def test_a_huge_text_of_an_error_is_neither_told_nor_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Bad(Tool):
+        async def execute(self) -> None:
+            raise ValueError("boom\n" * 1_000_000)
+
+    assert answer(Bad)[1] == "bad failed: ValueError: boom"
+    assert len(caplog.text) < 1_000
+
+
 def test_a_sync_hook_may_return_an_awaitable() -> None:
     class Wrapped(Tool):
         def execute(self) -> Awaitable[str]:
             return asyncio.sleep(0, "later")
 
     assert answer(Wrapped)[:2] == ("ok", "later")
+
+
+class Watched(list[int]):
+    """A JSON value that calls `look` for each item that is written."""
+
+    look: Callable[[], Any]
+
+    def __iter__(self) -> Iterator[int]:
+        for item in super().__iter__():
+            self.look()
+            yield item
+
+
+@pytest.mark.parametrize("blocking", [True, False], ids=["async", "inline"])
+def test_the_event_loop_goes_on_while_a_huge_answer_is_written(blocking: bool) -> None:
+    turns = 0
+    seen: list[int] = []
+    value = Watched(range(10_000))
+    value.look = lambda: seen.append(turns)
+
+    async def execute(self: Tool) -> Any:
+        return value
+
+    hooks = {"execute": execute if blocking else lambda self: value, "blocking": blocking}
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def main() -> str:
+        turning = asyncio.create_task(turn())
+        results, _ = await play([type("Huge", (Tool,), hooks)], [call("huge")])
+        turning.cancel()
+        return results[0].response.text
+
+    assert asyncio.run(main()) == json.dumps(list(range(10_000)))
+    assert len(set(seen)) > 5
+
+
+def test_what_a_thread_answers_is_written_in_that_thread() -> None:
+    threads = set()
+    value = Watched([1, 2])
+    value.look = lambda: threads.add(threading.current_thread())
+
+    class Sync(Tool):
+        def execute(self) -> list[int]:
+            threads.add(threading.current_thread())
+            return value
+
+    assert answer(Sync)[:2] == ("ok", "[1, 2]")
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 # -- deadlines -------------------------------------------------------------------------------------
@@ -494,6 +562,44 @@ def test_a_create_that_is_cancelled_is_still_released_and_one_that_never_began_i
     Slow.log.clear()
     asyncio.run(main(0))
     assert Slow.log in ([], ["create", "release"])
+
+
+def test_a_session_whose_creates_were_cancelled_cannot_go_on() -> None:
+    class Slow(Logged):
+        async def create(self) -> None:
+            await asyncio.sleep(10)
+
+    async def main() -> None:
+        session = ToolSession(Toolset([Slow, "calculator"]), limits=PATIENT)
+        opening = asyncio.create_task(session.open())
+        await asyncio.sleep(0.01)
+        assert not session.is_alive
+        await cancelled(opening, 0.0)
+        assert not session.is_alive
+        assert not session.is_closed
+        closing = asyncio.create_task(session.close())
+        await asyncio.sleep(0)
+        assert not session.is_closed
+        await closing
+        assert session.is_closed
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "create", [lambda self: 1 / 0, lambda self: asyncio.sleep(10)], ids=["fails", "hangs"]
+)
+def test_a_session_goes_on_without_a_tool_whose_create_failed_or_timed_out(create: Any) -> None:
+    async def main() -> None:
+        session = ToolSession(
+            Toolset([type("Failing", (Logged,), {"create": create}), "calculator"]), limits=SHORT
+        )
+        await session.open()
+        assert session.is_alive
+        assert list(session.unavailable) == ["t"]
+        await session.close()
+
+    asyncio.run(main())
 
 
 def test_a_create_whose_thread_raises_after_its_deadline_failed_by_itself() -> None:
@@ -692,6 +798,40 @@ def test_a_sync_tool_that_hangs_is_abandoned_and_released_only_when_its_thread_e
     assert Hang.log == ["start", "end", "release"]
     assert (session.metrics["tool_zombies"], session.metrics["releases_late"]) == (1, 1)
     assert "waits for a thread that hangs" in caplog.text
+
+
+def test_a_reward_waits_for_a_thread_of_its_object_that_ends_in_time() -> None:
+    class Late(Stuck): ...
+
+    async def main() -> None:
+        session = ToolSession(Toolset([Late]), limits=Limits(tool_timeout_s=0.3))
+        await session.open()
+        (result,) = await session.execute([call("late")], allowed=1)
+        assert result.outcome == "timeout"
+        asyncio.get_running_loop().call_later(0.02, Late.go.set)
+        assert await session.calc_rewards() == {"late": 1.0}
+        assert session.reward_errors == {}
+        assert Late.log == ["start", "end"]
+        await session.close()
+
+    asyncio.run(main())
+
+
+def test_a_reward_does_not_wait_for_a_coroutine_that_swallows_its_cancellation() -> None:
+    class Rewarded(SwallowForever):
+        async def calc_reward(self) -> float:
+            return float(self.log.count("swallowed") > 0)
+
+    async def main() -> None:
+        session = ToolSession(Toolset([Rewarded]), limits=SHORT)
+        await session.open()
+        (result,) = await session.execute([call()], allowed=1)
+        assert (result.outcome, session.is_alive) == ("timeout", False)
+        assert await session.calc_rewards() == {"t": 1.0}
+        assert session.reward_errors == {}
+        await session.close()
+
+    asyncio.run(main())
 
 
 def test_a_thread_that_ends_after_its_event_loop_hurts_nobody(
@@ -902,7 +1042,7 @@ def test_output_is_cut_to_eight_characters_a_token_before_anybody_tokenises_it(
 
     Huge.truncate_side = side  # type: ignore[assignment]
     _, text, session = answer(Huge, Limits(max_tool_response_tokens=5))
-    assert len(text) == 16 + len("… truncated …")
+    assert len(text) == 16 + len(CUT_MARK)
     head, tail = kept.split("…")
     assert text.startswith(head)
     assert text.endswith(tail)

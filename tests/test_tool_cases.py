@@ -17,7 +17,7 @@ from typing import Any
 from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ToolError
 from fsm_rollout.invariants import violations
-from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.limits import CUT_MARK, Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.machine import Transition
@@ -221,7 +221,7 @@ def _truncate_side(given: Any, expected: Any) -> None:
         chosen: TruncateSide = side
         head, tail = kept[chosen]
         cut = cut_text(given["output"], given["max_chars"], side=chosen)
-        assert cut == f"{head}… truncated …{tail}"
+        assert cut == f"{head}{CUT_MARK}{tail}"
         assert set(head + tail) <= set(expected[side])
 
 

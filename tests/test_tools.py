@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout import tools
 from fsm_rollout.errors import ConfigError, ToolError
+from fsm_rollout.limits import CUT_MARK
 from fsm_rollout.tools.base import (
     FunctionTool,
     Tool,
@@ -151,7 +152,7 @@ def test_a_cut_keeps_the_other_side_and_says_so(
     if len(text) <= max_chars:
         assert cut == text
         return
-    head, marker, tail = cut.partition("… truncated …")
+    head, marker, tail = cut.partition(CUT_MARK)
     assert marker
     assert text.startswith(head)
     assert text.endswith(tail)

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 _PROVED_TOOLS = 4
 """tool results in one turn that are proved at start-up; more are proved when they first occur"""
-
+_LATER = 128
+"""sequences of roles first seen later on whose deltas are kept"""
+_PER_MESSAGE = 16
+"""characters that take as long to encode as a message without any"""
 
 _WEATHER: Mapping[str, Any] = {
     "type": "function",
@@ -95,6 +98,7 @@ class Codec:
         # What the template adds to a prompt, tool schemas included.
         self._frame = self.template.render([{"role": "user", "content": "café\n 42 "}])
         self._deltas: dict[tuple[str, ...], Delta] = {}
+        self._later: dict[tuple[str, ...], Delta] = {}
         self._compiling = threading.Lock()
         self.prove()
         if tools:
@@ -150,7 +154,7 @@ class Codec:
         template can't be proved for this sequence of roles.
         """
         roles = tuple(message.get("role", "") for message in messages)
-        delta = self._deltas.get(roles) or self._compiled(roles)
+        delta = self._known(roles) or self._compiled(roles)
         return delta.ids(last_id, messages)
 
     async def prompt_async(self, messages: str | Iterable[Mapping[str, Any]]) -> list[int]:
@@ -163,13 +167,13 @@ class Codec:
         self, last_id: int | None, messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """`delta`; long texts and first proofs go to a thread, so that the event loop goes on."""
-        is_new = tuple(message.get("role", "") for message in messages) not in self._deltas
+        is_new = self._known(tuple(message.get("role", "") for message in messages)) is None
         return await _off_loop(is_new or _size(messages) > LONG, self.delta, last_id, messages)
 
     def fit(self, text: str, max_tokens: int, *, side: Side) -> str:
         """`text` cut between characters to at most `max_tokens` ids; `side` is what is dropped.
 
-        A cut shows as "[truncated]" where there is room for it. Costs what is kept, not what is
+        A cut shows as limits.CUT_MARK where there is room for it. Costs what is kept, not what is
         given.
         """
         return self.vocabulary.fit(text, max_tokens, side=side)
@@ -226,7 +230,7 @@ class Codec:
             )
         patterns = [("tool",) * n for n in range(1, _PROVED_TOOLS + 1)] if self.tools else []
         for roles in [("user",), *patterns]:
-            self._compiled(roles)
+            self._deltas[roles] = Delta(self.template, roles)
 
     def check_parser(self) -> None:
         """Check that the parser reads the calls that the template writes.
@@ -259,17 +263,23 @@ class Codec:
                     "in the messages, or pass chat_template ('hermes' is shipped)"
                 )
 
+    def _known(self, roles: tuple[str, ...]) -> Delta | None:
+        return self._deltas.get(roles) or self._later.get(roles)
+
     def _compiled(self, roles: tuple[str, ...]) -> Delta:
         if wrong := [role for role in roles if role not in ROLES or role == "assistant"]:
             raise ConfigError(f"messages of role {wrong[0]!r} can't follow a sampled turn")
         with self._compiling:
-            if roles not in self._deltas:
-                self._deltas[roles] = Delta(self.template, roles)
-            return self._deltas[roles]
+            if roles not in self._later:
+                delta = Delta(self.template, roles)
+                if len(self._later) == _LATER:
+                    del self._later[next(iter(self._later))]
+                self._later[roles] = delta
+            return self._later[roles]
 
 
 def _size(messages: Iterable[Mapping[str, Any]]) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages)
+    return sum(_PER_MESSAGE + len(str(message.get("content") or "")) for message in messages)
 
 
 async def _off_loop(is_long: bool, function: Callable[..., T], *args: Any) -> T:

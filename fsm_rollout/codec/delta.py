@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import string
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -33,7 +35,10 @@ PROBES = (
 _TELLING = '\n  "é\\ \n'
 """a content from which every Change makes something else"""
 _FIELDS = {"c": "content", "n": "name", "d": "tool_call_id"}
-_SENTINEL = re.compile(r"Zq([cnd])(\d\d)xQzQ")  # nine characters: Mistral checks the length of ids
+_DIGITS = string.digits + string.ascii_letters
+_SENTINEL = re.compile(r"Zq([cnd])([0-9a-zA-Z]{2})xQzQ")  # nine characters: Mistral checks ids
+MAX_MESSAGES = len(_DIGITS) ** 2
+"""behind one turn: as many as two digits of a sentinel can number"""
 
 Change: TypeAlias = Callable[[str], str]
 
@@ -139,6 +144,11 @@ class Delta:
     """The delta of one sequence of roles. Raises TemplateError when it can't be proved."""
 
     def __init__(self, template: ChatTemplate, roles: tuple[str, ...]) -> None:
+        if len(roles) > MAX_MESSAGES:
+            raise TemplateError(
+                f"{len(roles)} messages follow an assistant turn; at most {MAX_MESSAGES} can: "
+                "lower Limits.max_new_tokens, so that a turn has room for fewer calls"
+            )
         self.roles = roles
         self._template = template
         self._vocabulary = template.vocabulary
@@ -209,8 +219,9 @@ class Delta:
             raise TemplateError(f"the assistant's turn is missing from {text!r}")
         if not stop:
             raise TemplateError(f"no stop token ends the assistant's turn in {text[marked:]!r}")
+        counts = Counter(match[0] for match in _SENTINEL.finditer(tail))
         for sentinel in set(contents).intersection(self._sentinels):
-            if tail.count(sentinel) != 1:
+            if counts[sentinel] != 1:
                 raise TemplateError(
                     f"the content of a new message ({sentinel}) must stand once behind the "
                     f"assistant's stop token {stop!r}: {text[marked:]!r}"
@@ -287,7 +298,8 @@ _REMEDY = (
 
 
 def _sentinel(letter: str, message: int) -> str:
-    return f"Zq{letter}{message:02}xQzQ"
+    high, low = divmod(message, len(_DIGITS))
+    return f"Zq{letter}{_DIGITS[high]}{_DIGITS[low]}xQzQ"
 
 
 def _pieces(text: str, changes: Mapping[int, Change]) -> Iterator[str | Field]:
@@ -295,7 +307,8 @@ def _pieces(text: str, changes: Mapping[int, Change]) -> Iterator[str | Field]:
     for match in _SENTINEL.finditer(text):
         if match.start() > at:
             yield text[at : match.start()]
-        message = int(match[2])
+        high, low = map(_DIGITS.index, match[2])
+        message = high * len(_DIGITS) + low
         if match[1] == "c":
             yield Field(message, "content", changes.get(message, str))
         else:

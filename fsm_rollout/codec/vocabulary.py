@@ -12,10 +12,11 @@ import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.limits import CUT_MARK
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -23,14 +24,15 @@ if TYPE_CHECKING:
 
 Side: TypeAlias = Literal["left", "right", "middle"]
 
-TRUNCATED = "[truncated]"
 LONG = 2_048
 """characters from which on a text is better encoded in a thread"""
 _CHUNK = 16_384
 """characters per encoding of a long text: making its ids and freeing it hold the GIL"""
 _CONTEXT = 64
 """characters on each side of a cut that must encode alike together and apart"""
-_CUT = re.compile(r"(?<=\w)(?=\W)")  # behind a word, where pre-tokenisers cut
+_CUT = re.compile(r"(?<=\w)(?=\W)|(?<=[^\W\d])(?=\d)|(?<=\n)(?=\S)")  # as pre-tokenisers cut
+_TRIES = 8
+"""places at which a cut is tried before the chunk grows"""
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as broken JSON holds
 _GUESS = 4
 """characters per token; a window that turns out too small is doubled"""
@@ -165,14 +167,15 @@ class Vocabulary:
     def _chunks(self, text: str) -> Iterator[str]:
         start = 0
         for position in range(_CHUNK, len(text), _CHUNK):
-            if cut := _CUT.search(text, position, position + _CHUNK):
-                at = cut.start()
-                left, right = text[at - _CONTEXT : at], text[at : at + _CONTEXT]
-                apart = self.encode_text(left) + self.encode_text(right)
-                if self.encode_text(left + right) == apart:
-                    yield text[start:at]
-                    start = at
+            cuts = islice(_CUT.finditer(text, position, position + _CHUNK), _TRIES)
+            if at := next((cut.start() for cut in cuts if self._parts(text, cut.start())), 0):
+                yield text[start:at]
+                start = at
         yield text[start:]
+
+    def _parts(self, text: str, at: int) -> bool:
+        left, right = text[at - _CONTEXT : at], text[at : at + _CONTEXT]
+        return self.encode_text(left + right) == self.encode_text(left) + self.encode_text(right)
 
     # -- ids to text -------------------------------------------------------------------------------
 
@@ -214,12 +217,12 @@ class Vocabulary:
     def fit(self, text: str, max_tokens: int, *, side: Side) -> str:
         """`text` cut between characters to at most `max_tokens` ids; `side` is what is dropped.
 
-        A cut shows as `TRUNCATED` where that leaves room for text. Costs what is kept, not what is
+        A cut shows as `CUT_MARK` where that leaves room for text. Costs what is kept, not what is
         given.
         """
         if len(text) * _MOST_IDS <= max_tokens or self._end(text, max_tokens, tail=False) == text:
             return text
-        marker = TRUNCATED if len(self.encode_text(TRUNCATED)) < max_tokens else ""
+        marker = CUT_MARK if len(self.encode_text(CUT_MARK)) < max_tokens else ""
         room = max_tokens - len(self.encode_text(marker))
         while room > 0:
             head = {"left": 0, "right": room, "middle": (room + 1) // 2}[side]

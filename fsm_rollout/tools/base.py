@@ -20,13 +20,16 @@ calls them, each under a deadline. Raise ToolError to tell the model what it did
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, overload
+
+from fsm_rollout.limits import CUT_MARK
 
 TruncateSide = Literal["left", "right", "middle"]
 
@@ -122,7 +125,8 @@ def finite(value: Any, *, what: str) -> float:
 def to_response(value: Any) -> ToolResponse:
     """What `execute` returned as a ToolResponse: None is "", a str is itself, JSON is dumped.
 
-    Raises TypeError for anything else, and what json.dumps raises for what is not JSON.
+    Raises TypeError for anything else, and what json.dumps raises for what is not JSON. Takes long
+    for a huge value, but does not hold the GIL.
     """
     if isinstance(value, ToolResponse):
         return value
@@ -131,11 +135,18 @@ def to_response(value: Any) -> ToolResponse:
     if isinstance(value, str):
         return ToolResponse(value)
     if isinstance(value, (dict, list, int, float)):
-        return ToolResponse(json.dumps(value, ensure_ascii=False))
+        text = io.StringIO()
+        text.writelines(json_parts(value))
+        return ToolResponse(text.getvalue())
     raise TypeError(
         "execute must return str, None, a JSON value (dict, list, number, bool) or ToolResponse, "
         f"got {type(value).__name__}"
     )
+
+
+def json_parts(value: Any) -> Iterator[str]:
+    """The JSON text of a value, bit by bit: json.dumps would hold the GIL to the end of it."""
+    return json.JSONEncoder(ensure_ascii=False).iterencode(value)
 
 
 class FunctionTool(Tool):
@@ -181,13 +192,12 @@ def tool(
 
 
 def cut_text(text: str, max_chars: int, *, side: TruncateSide) -> str:
-    """`text` with its `side` replaced by a marker so that `max_chars` characters of it stay."""
+    """`text` with its `side` replaced by CUT_MARK so that `max_chars` characters of it stay."""
     if len(text) <= max_chars:
         return text
-    marker = "… truncated …"
     head = {"left": 0, "right": max_chars, "middle": (max_chars + 1) // 2}[side]
     tail = max_chars - head
-    return text[:head] + marker + text[len(text) - tail :]
+    return text[:head] + CUT_MARK + text[len(text) - tail :]
 
 
 TRUNCATE_SIDES = get_args(TruncateSide)

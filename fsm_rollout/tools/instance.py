@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from fsm_rollout.limits import Limits
-from fsm_rollout.tools.base import HOOKS, FunctionTool, Tool
+from fsm_rollout.tools.base import (
+    HOOKS,
+    FunctionTool,
+    Tool,
+    ToolResponse,
+    json_parts,
+    to_response,
+)
 from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
+
+_SLICE = 1_000
+"""parts of a JSON text that are written before the event loop goes on"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,7 @@ class Instance:
     async def run(self, hook: str, arguments: Mapping[str, Any] | None = None) -> Ended:
         """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
 
+        What `execute` returns is made a ToolResponse, in the thread if it ran in one.
         The time of a sync hook starts when one of MAX_THREADS threads is free. A cancel stops the
         hook, within GRACE_S, and is raised again.
         """
@@ -99,13 +111,18 @@ class Instance:
         is_release = hook == "release"
         timeout_s = self._limits.release_timeout_s if is_release else self._limits.tool_timeout_s
         method = getattr(self._tool, hook)
+        in_thread = self._needs_thread(hook)
 
         def call() -> Any:
             if hook == "create":
                 self.is_created = True
-            return method(**kwargs)
+            value = method(**kwargs)
+            if hook != "execute":
+                return value
+            if in_thread and not inspect.isawaitable(value):
+                return to_response(value)
+            return _respond(value)
 
-        in_thread = self._needs_thread(hook)
         async with AsyncExitStack() as slots:
             if in_thread:
                 await slots.enter_async_context(gate("threads", MAX_THREADS))
@@ -138,6 +155,10 @@ class Instance:
             await asyncio.wait([self.creation])
         running = [flight for flight in self.flights if not flight.task.done()]
         await asyncio.gather(*(flight.stop() for flight in running))
+        return await self.join_threads(timeout_s)
+
+    async def join_threads(self, timeout_s: float) -> set[asyncio.Future[Any]]:
+        """Wait for the threads of its hooks; those among them that still run after `timeout_s`."""
         threads = [f.thread for f in self.flights if f.thread is not None and not f.thread.done()]
         if not threads:
             return set()
@@ -146,3 +167,17 @@ class Instance:
 
     def _needs_thread(self, hook: str) -> bool:
         return self.cls.blocking and not inspect.iscoroutinefunction(getattr(self.cls, hook))
+
+
+async def _respond(value: Any) -> ToolResponse:
+    """`to_response` of a value, awaited if need be; the event loop goes on meanwhile."""
+    if inspect.isawaitable(value):
+        value = await value
+    if isinstance(value, (dict, list)):
+        text = io.StringIO()
+        for number, part in enumerate(json_parts(value), 1):
+            text.write(part)
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
+        value = text.getvalue()
+    return to_response(value)

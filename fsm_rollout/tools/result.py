@@ -82,10 +82,10 @@ def malformed_text(call: ToolCall) -> str:
 def describe(error: BaseException) -> str:
     """An exception in one short line, without what changes from run to run."""
     name = type(error).__name__
-    lines = message(error).strip().splitlines()
+    lines = message(error).lstrip()[:_MAX_ERROR_CHARS].rstrip().splitlines()
     if not lines:
         return name
-    line = re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", lines[0][:_MAX_ERROR_CHARS])
+    line = re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", lines[0])
     return f"{name}: {line}"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fsm_rollout.errors import ToolError
 from fsm_rollout.limits import Limits
-from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite, to_response
+from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite
 from fsm_rollout.tools.instance import Ended, Instance
 from fsm_rollout.tools.registry import Toolset, hook_kwargs
 from fsm_rollout.tools.result import (
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 8
 _MAX_CHARS = 262_144
+_MAX_LOGGED_CHARS = 16_384
 
 
 class ToolSession:
@@ -70,6 +71,7 @@ class ToolSession:
         self._label = label
         self._kwargs = kwargs or {}
         self._is_open = False
+        self._is_created = False
         self._rewards: dict[str, float] = {}
         self._has_rewards = False
         self._releases: list[asyncio.Task[None]] | None = None
@@ -80,8 +82,20 @@ class ToolSession:
 
     @property
     def is_alive(self) -> bool:
-        """True while the session can go on: opened, not closed, no abandoned hook still running."""
-        return self._is_open and not any(i.is_busy for i in self._instances.values())
+        """True while the session can go on.
+
+        `open` returned, every `create` ended without an interruption, no abandoned hook still runs,
+        `close` was not called.
+        """
+        is_whole = self._is_open and self._is_created
+        return is_whole and not any(i.is_busy for i in self._instances.values())
+
+    @property
+    def is_closed(self) -> bool:
+        """True before `open`, and again once `close` has ended."""
+        if self._releases is None:
+            return not self._is_open
+        return all(release.done() for release in self._releases)
 
     def token_cap(self, name: str) -> int | None:
         """Content tokens that a response of the tool `name` may have; None: what room is left."""
@@ -104,6 +118,7 @@ class ToolSession:
                 instance.creation = asyncio.create_task(self._create(instance))
                 creations.append(instance.creation)
         await join(creations, pass_cancel=True)
+        self._is_created = True
 
     async def execute(self, calls: Sequence[ToolCall], *, allowed: int) -> list[CallResult]:
         """Answer every call, in order; run the first min(max_parallel_calls, allowed) good ones.
@@ -129,7 +144,8 @@ class ToolSession:
     async def calc_rewards(self) -> dict[str, float]:
         """The reward of each tool that has one, asked for once, in the order of the tools.
 
-        One that raises, times out or is not a finite number is in `reward_errors` instead.
+        One that raises, times out or is not a finite number is in `reward_errors` instead, and one
+        whose object has a thread of an earlier call that still runs after tool_timeout_s.
         """
         self._check_open("calc_rewards")
         if not self._has_rewards:
@@ -215,10 +231,7 @@ class ToolSession:
             ended = await instance.run("execute", arguments)
             seconds = time.perf_counter() - started
         if ended.fault is None:
-            try:
-                return self._answer(call, "ok", to_response(ended.value), seconds=seconds)
-            except Exception as error:
-                ended = Ended(error=error)
+            return self._answer(call, "ok", ended.value, seconds=seconds)
         if isinstance(ended.error, ToolError):
             return self._answer(call, "tool_error", message(ended.error), seconds=seconds)
         outcome: Outcome = "error" if ended.stopped_s is None else "timeout"
@@ -253,10 +266,10 @@ class ToolSession:
 
     async def _reward(self, instance: Instance) -> None:
         name = instance.name
-        if instance.is_busy:
+        self.reward_errors[name] = "calc_reward was interrupted"
+        if await instance.join_threads(self._limits.tool_timeout_s):
             self.reward_errors[name] = "an earlier call is still running"
             return
-        self.reward_errors[name] = "calc_reward was interrupted"
         ended = await instance.run("calc_reward")
         if ended.fault is None and ended.value is not None:
             try:
@@ -298,7 +311,8 @@ class ToolSession:
         self.metrics["tool_zombies"] += 1
 
     def _log(self, instance: Instance, hook: str, ended: Ended) -> None:
+        error = ended.error
+        if error is not None and len(message(error)) > _MAX_LOGGED_CHARS:
+            error = None  # a traceback holds the whole text
         name = instance.name
-        logger.warning(
-            "%s: %s of tool %s %s", self._label, hook, name, ended.fault, exc_info=ended.error
-        )
+        logger.warning("%s: %s of tool %s %s", self._label, hook, name, ended.fault, exc_info=error)
