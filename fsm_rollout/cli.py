@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
 from fsm_rollout.config import RunConfig, ScriptedConfig, load_config
-from fsm_rollout.dataset import PromptRow, read_rows, write_samples
+from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line, samples_file
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.request import Group
+from fsm_rollout.limits import Status
+from fsm_rollout.request import Request
+from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.sample import Sample
+from fsm_rollout.states.machine import Listener, Transition
+from fsm_rollout.tools.registry import Toolset
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 console = Console()
@@ -28,16 +35,26 @@ def run(config: Annotated[Path, typer.Argument(help="YAML; see docs/reference/co
 
     settings = load_config(config)
     rows = read_rows(Path(settings.rows))
+    path = Path(settings.samples)
     started = time.monotonic()
-    groups = asyncio.run(_rollout(settings, rows))
-    requests = [request for group in groups for request in group.requests]
+    with samples_file(path) as file:
+        for given in (Path(settings.rows), config):
+            if path.exists() and path.samefile(given):
+                raise ConfigError(f"{config}: samples would replace {given}; give another file")
+        requests, stopped = _play(settings, rows)
+        usable = [r for r in requests if r.status is not Status.ABORTED]
+        if stopped is not None and not usable:
+            raise stopped
+        count = sum(_write(file, sample) for request in usable for sample in request.samples)
     console.print(summarise(requests, time.monotonic() - started).table(str(config)))
     for error in sorted({request.error for request in requests if request.error})[:5]:
-        console.print(f"aborted: {error}", markup=False, highlight=False, soft_wrap=True)
-    path = Path(settings.samples)
-    count = write_samples(path, (sample for group in groups for sample in group.samples))
-    console.print(f"{count} samples in {path}", highlight=False, soft_wrap=True)
-    if not count:
+        _say(f"aborted: {error}")
+    if stopped is not None:
+        _say(f"stopped: {len(usable)} of {len(rows) * settings.num_samples} requests were played")
+    _say(f"{count} samples in {path}")
+    if stopped is not None:
+        raise stopped
+    if count < sum(len(request.samples) for request in usable) or not count:
         raise typer.Exit(1)
 
 
@@ -56,39 +73,68 @@ def verify(
     from fsm_rollout.verify import verify_samples
 
     report = verify_samples(samples, model, tolerance=tolerance, dtype=dtype)
-    console.print(report.text(), highlight=False, soft_wrap=True)
+    _say(report.text())
     if not report.passed:
         raise typer.Exit(1)
 
 
-async def _rollout(settings: RunConfig, rows: list[PromptRow]) -> list[Group]:
+def _play(settings: RunConfig, rows: list[PromptRow]) -> tuple[list[Request], BaseException | None]:
+    """Every request that ended, in order, and what stopped the run before its end."""
+    seen: dict[int, Request] = {}
+
+    def remember(transition: Transition) -> None:
+        seen[transition.request.index] = transition.request
+
+    stopped: BaseException | None = None
+    try:
+        asyncio.run(_rollout(settings, rows, remember))
+    except KeyboardInterrupt:
+        stopped = typer.Exit(130)
+    except BaseException as error:  # a bug: the caller saves what there is before it is told
+        stopped = error
+    return [seen[index] for index in sorted(seen) if seen[index].is_sealed], stopped
+
+
+async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listener) -> None:
     from fsm_rollout.rollout import Rollout
     from fsm_rollout.trace import Progress
 
+    tools = Toolset(settings.tools)
+    checked_rows(rows, tools)  # before a model is loaded
+    reward = None if settings.reward is None else _imported(settings.reward)
     engine, tokenizer = _engine(settings)
     try:
         with Progress(len(rows) * settings.num_samples, console=console) as progress:
             rollout = Rollout(
                 engine,
                 tokenizer,
-                tools=settings.tools,
+                tools=tools,
                 parser=settings.parser,
                 chat_template=settings.chat_template,
                 limits=settings.limits,
                 params=settings.sampling,
-                reward=None if settings.reward is None else _imported(settings.reward),
+                reward=reward,
                 max_concurrent=settings.max_concurrent,
                 seed=settings.seed,
-                listeners=[progress],
+                listeners=[progress, listener],
             )
-            return await rollout.generate(rows, num_samples=settings.num_samples)
+            await rollout.generate(rows, num_samples=settings.num_samples)
     finally:
         await engine.close()
 
 
-def _engine(settings: RunConfig) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
+def _write(file: TextIO, sample: Sample) -> bool:
+    """Whether JSON can hold the sample; one that it cannot does not cost the others."""
+    try:
+        line = sample_line(sample)
+    except (TypeError, ValueError, RecursionError) as error:
+        _say(f"not written: sample {sample.sample_id}: {error}; keep to what JSON can hold")
+        return False
+    file.write(line)
+    return True
 
+
+def _engine(settings: RunConfig) -> tuple[Any, Any]:
     engine = settings.engine
     if isinstance(engine, ScriptedConfig):
         from fsm_rollout.engines.scripted import ScriptedEngine
@@ -97,23 +143,61 @@ def _engine(settings: RunConfig) -> tuple[Any, Any]:
             raise ConfigError(
                 "engine.type scripted needs `tokenizer`: it has no model to take it from"
             )
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+        tokenizer = _tokenizer("tokenizer", settings.tokenizer)
         return ScriptedEngine(engine.replies, tokenizer=tokenizer), tokenizer
     from fsm_rollout.engines.transformers import TransformersEngine
 
-    tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer or engine.model)
-    return TransformersEngine(engine.model, device=engine.device, dtype=engine.dtype), tokenizer
+    name = "engine.model" if settings.tokenizer is None else "tokenizer"
+    tokenizer = _tokenizer(name, settings.tokenizer or engine.model)
+    with _loading("engine.model", engine.model):
+        served = TransformersEngine(
+            engine.model,
+            device=engine.device,
+            dtype=engine.dtype,
+            max_batch=engine.max_batch,
+            num_threads=engine.num_threads,
+        )
+    return served, tokenizer
 
 
-def _imported(dotted: str) -> Any:
+def _tokenizer(field: str, name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    with _loading(field, name):
+        return AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _loading(field: str, name: str) -> Iterator[None]:
+    """Whatever the files and their code raise is a ConfigError of the config's `field`."""
+    try:
+        yield
+    except RolloutError:
+        raise
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"{field}: {name!r} cannot be loaded, {type(error).__name__}: {why}; "
+            "give a directory that transformers can load"
+        ) from error
+
+
+def _imported(dotted: str) -> RewardFunction:
     """`module:name`, named by the config's author."""
     module, _, name = dotted.partition(":")
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        found: RewardFunction = getattr(import_module(module), name)
+    except (Exception, SystemExit) as error:  # what the module runs as it is imported
         raise ConfigError(
-            f"reward {dotted!r} is not an importable `module:name`: {error}"
+            f"reward {dotted!r} is not an importable `module:name`: {error!r}"
         ) from error
+    if not callable(found):
+        raise ConfigError(f"reward {dotted!r} is {found!r}; it must be a function of a request")
+    return found
+
+
+def _say(text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
@@ -123,5 +207,5 @@ def main() -> None:
         app()
     except RolloutError as error:
         console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _say(str(error))
         raise SystemExit(2) from error

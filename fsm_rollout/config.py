@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 import yaml
 
+from fsm_rollout.dataset import read_file
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TransformersConfig(
@@ -23,7 +27,11 @@ class TransformersConfig(
     model: str
     """a directory or a name that transformers can load"""
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_batch: Positive = 32
+    """requests that run at once; others wait"""
+    num_threads: Positive | None = None
+    """torch's CPU threads; None: as torch would"""
 
 
 class ScriptedConfig(
@@ -68,12 +76,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def load_config(path: Path) -> RunConfig:
     """Read `path`. ConfigError names file and field, and suggests the key that was meant."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
+    values = _yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of {', '.join(RunConfig.__struct_fields__)}")
     try:
@@ -90,11 +93,48 @@ def load_config(path: Path) -> RunConfig:
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key that is given twice is an error, not a choice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"key {key.value!r} is given twice; keep one",
+                        problem_mark=key.start_mark,
+                    )
+                seen.add(key.value)
+        return node
+
+
+def _yaml(path: Path) -> Any:
+    text = _text(path, wanted="YAML")
+    try:
+        loader = _Loader(text)
+        loader.name = path.name
+        return loader.get_single_data()
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply to be read; flatten it") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-99-99, a number too long
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not YAML that can be read: {why}") from error
+
+
+def _text(path: Path, *, wanted: str) -> str:
+    try:
+        return read_file(path, wanted=wanted).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
+
+
 def _template(name: str | None, here: Path) -> str | None:
-    """The text of a template file; the name of a shipped one as it is."""
-    if name is None or not (here / name).is_file():
+    """The text of a template file; whatever else it is (a shipped one's name), as it is."""
+    if name is None or not os.path.isfile(here / name):  # False for text that is no path
         return name
-    return (here / name).read_text("utf-8")
+    return _text(here / name, wanted="Jinja")
 
 
 def _check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> None:
@@ -117,6 +157,6 @@ def _struct_of(
         return None
     nested: dict[str, type[msgspec.Struct]] = {"limits": Limits, "sampling": SamplingParams}
     if key == "engine":
-        kinds = {kind.__struct_config__.tag: kind for kind in get_args(EngineConfig)}
-        return kinds.get(value.get("type"))
+        kinds = get_args(EngineConfig)
+        return next((k for k in kinds if k.__struct_config__.tag == value.get("type")), None)
     return nested.get(key)

@@ -1,7 +1,8 @@
 """The invariants R3.1 to R3.7 of a sample, each a function with its code. Full checks, O(T).
 
 The guards compare lengths on every transition; these run once before COMPLETED or TRUNCATED
-(`states.guards.sound`), again at export, and in `fsm-rollout verify`.
+(`states.guards.sound`), and in `fsm-rollout verify`. What only a sample with an outcome can hold
+stands in AT_REST.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ import numpy as np
 
 from fsm_rollout.columns import LOG_PROB_CEILING, LOG_PROB_FLOOR
 from fsm_rollout.errors import InvariantError
+from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.sample import Sample
+from fsm_rollout.turn import FINISHES, LOG_PROB_KINDS
 
 Check = Callable[[Sample], Iterator[str]]
 INVARIANTS: dict[str, Check] = {}
+"""what holds at any time"""
+AT_REST: dict[str, Check] = {}
+"""what else holds for a sample that was delivered"""
+
+_ECHOES = frozenset({StopReason.STOP, StopReason.LENGTH, StopReason.REPETITION})
+"""stop reasons that say how the last model turn finished; others come from elsewhere"""
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -30,10 +39,13 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.code}: {self.message}"
 
 
-def violations(sample: Sample) -> list[Violation]:
-    """All that is wrong with `sample`; when lengths disagree, only that."""
+def violations(sample: Sample, *, at_rest: bool = False) -> list[Violation]:
+    """All that is wrong with `sample`; when lengths disagree, only that.
+
+    `at_rest`: as a sample that was delivered, which must have an outcome that fits its turns.
+    """
     found: list[Violation] = []
-    for code, check in INVARIANTS.items():
+    for code, check in (*INVARIANTS.items(), *(AT_REST.items() if at_rest else ())):
         found += [Violation(code, message) for message in check(sample)]
         if code == "R3.1" and found:
             break
@@ -46,9 +58,9 @@ def check(sample: Sample) -> None:
         raise InvariantError(violation.code, f"sample {sample.sample_id}: {violation.message}")
 
 
-def _invariant(code: str) -> Callable[[Check], Check]:
+def _invariant(code: str, checks: dict[str, Check] = INVARIANTS) -> Callable[[Check], Check]:
     def register(function: Check) -> Check:
-        INVARIANTS[code] = function
+        checks[code] = function
         return function
 
     return register
@@ -89,7 +101,15 @@ def only_sampled_tokens_are_trained(sample: Sample) -> Iterator[str]:
 
 @_invariant("R3.3")
 def log_probs_belong_to_sampled_tokens(sample: Sample) -> Iterator[str]:
-    """Finite, <= 1e-6 and above the floor on sampled tokens, exactly 0.0 on all others."""
+    """Finite, <= 1e-6 and above the floor on sampled tokens, exactly 0.0 on all others.
+
+    What a turn records of them is known: their kind, a finite temperature.
+    """
+    for number, turn in enumerate(sample.turns):
+        if turn.log_prob_kind not in (None, *LOG_PROB_KINDS):
+            yield f"turn {number}: log_prob_kind {turn.log_prob_kind!r} is not {LOG_PROB_KINDS}"
+        if turn.temperature is not None and not 0 <= turn.temperature < math.inf:
+            yield f"turn {number}: temperature is {turn.temperature}"
     log_probs = sample.rollout_log_probs
     if log_probs is None:
         return
@@ -105,7 +125,10 @@ def log_probs_belong_to_sampled_tokens(sample: Sample) -> Iterator[str]:
 
 @_invariant("R3.4")
 def version_runs_tile_the_sampled_tokens(sample: Sample) -> Iterator[str]:
-    """A turn's runs (version, count) sum up to its sampled tokens; forced spans lie inside."""
+    """A turn's runs (version, count) sum up to its sampled tokens.
+
+    Forced spans lie in it, in order and disjoint. An observation has neither.
+    """
     for number, turn in enumerate(sample.turns):
         covered = sum(count for _, count in turn.weight_versions)
         if covered != turn.num_sampled or any(count < 1 for _, count in turn.weight_versions):
@@ -113,8 +136,14 @@ def version_runs_tile_the_sampled_tokens(sample: Sample) -> Iterator[str]:
                 f"turn {number}: version runs {turn.weight_versions} for {turn.num_sampled} "
                 "sampled tokens"
             )
-        if any(not turn.start <= a < b <= turn.stop for a, b in turn.forced):
-            yield f"turn {number}: forced {turn.forced} outside of [{turn.start}, {turn.stop})"
+        at = turn.start
+        for start, stop in turn.forced:
+            if not at <= start < stop <= turn.stop:
+                yield f"turn {number}: forced {turn.forced} do not fit [{turn.start}, {turn.stop})"
+                break
+            at = stop
+        if turn.forced and turn.kind != "model":
+            yield f"turn {number}: forced {turn.forced} in an observation"
 
 
 @_invariant("R3.5")
@@ -131,7 +160,7 @@ def budgets_hold(sample: Sample) -> Iterator[str]:
 
 @_invariant("R3.6")
 def the_outcome_agrees(sample: Sample) -> Iterator[str]:
-    """Status, stop reason and reward fit; a sample with nothing to train says so."""
+    """Status, stop reason, finishes, reward fit; a sample with nothing to train says so."""
     reason = sample.stop_reason
     if reason is not None and reason.status is not sample.status:
         yield f"stop reason {reason} belongs to {reason.status}, the status is {sample.status}"
@@ -144,18 +173,48 @@ def the_outcome_agrees(sample: Sample) -> Iterator[str]:
         if value is not None and not math.isfinite(value):
             yield f"{name} is {value}"
     for number, turn in enumerate(sample.turns):
+        if turn.finish not in (None, *FINISHES):
+            yield f"turn {number}: finish {turn.finish!r} is not one of {sorted(FINISHES)}"
         if turn.reward is not None and not math.isfinite(turn.reward):
             yield f"turn {number}: reward is {turn.reward}"
 
 
 @_invariant("R3.7")
 def media_spans_lie_inside(sample: Sample) -> Iterator[str]:
-    """Spans are in order, disjoint and inside the tokens."""
-    at = 0
+    """Spans are in order, disjoint, inside the tokens, and cover none that was sampled."""
+    if not sample.media:
+        return
+    at, prompt, sampled = 0, sample.prompt_length, sample.sampled
     for number, span in enumerate(sample.media):
-        if span.start < at or span.length < 1 or span.start + span.length > sample.columns.length:
-            yield (
-                f"media {number} spans [{span.start}, {span.start + span.length}) of "
-                f"{sample.columns.length} tokens"
-            )
-        at = span.start + span.length
+        stop = span.start + span.length
+        if span.start < at or span.length < 1 or stop > sample.columns.length:
+            yield f"media {number} spans [{span.start}, {stop}) of {sample.columns.length} tokens"
+        elif sampled[max(0, span.start - prompt) : max(0, stop - prompt)].any():
+            yield f"media {number} spans [{span.start}, {stop}), sampled tokens among them"
+        at = stop
+
+
+@_invariant("R3.4", AT_REST)
+def calls_lie_in_their_turn(sample: Sample) -> Iterator[str]:
+    """A call's tokens are tokens of the turn that made it."""
+    for number, turn in enumerate(sample.turns):
+        size = turn.stop - turn.start
+        for call in turn.calls:
+            if call.span is not None and not 0 <= call.span[0] <= call.span[1] <= size:
+                yield f"turn {number}: call {call.id!r} spans {call.span} of {size} tokens"
+
+
+@_invariant("R3.6", AT_REST)
+def the_turns_agree_with_the_outcome(sample: Sample) -> Iterator[str]:
+    """The request has ended, and as its last model turn says; a COMPLETED one closed that turn."""
+    if not sample.status.is_terminal:
+        yield f"status {sample.status}: it has not ended"
+    reason = sample.stop_reason
+    turns = [(number, turn) for number, turn in enumerate(sample.turns) if turn.kind == "model"]
+    if not turns:
+        return
+    number, turn = turns[-1]
+    if turn.is_open and sample.status is Status.COMPLETED:
+        yield f"turn {number} is open (finish {turn.finish}), the status is {sample.status}"
+    if not turn.is_open and reason in _ECHOES and turn.finish != reason:
+        yield f"turn {number} finished with {turn.finish}, the stop reason is {reason}"

@@ -6,6 +6,7 @@ Closed vocabularies and a leaf: guards, engines, tools and adapters all read it.
 from __future__ import annotations
 
 from enum import StrEnum
+from math import inf
 
 import msgspec
 
@@ -129,11 +130,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if value is None:
                 continue
             low = least.get(name, 1)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if name.endswith("_s"):
-                if not value > 0:
-                    raise ConfigError(f"Limits.{name} must be > 0 seconds, got {value}")
-            elif value < low:
-                raise ConfigError(f"Limits.{name} must be >= {low}, got {value}")
+                if not is_number or not 0 < value < inf:
+                    raise ConfigError(f"Limits.{name} must be > 0 seconds, got {value!r}")
+            elif not isinstance(value, int) or not is_number or value < low:
+                raise ConfigError(f"Limits.{name} must be a whole number >= {low}, got {value!r}")
         if self.max_prompt is not None and self.max_prompt > self.max_context:
             raise ConfigError(
                 f"Limits contradict: max_prompt ({self.max_prompt}) > "

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -24,7 +25,7 @@ from fsm_rollout.errors import EngineError, IllegalEvent, InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardError, RewardFunction, score
-from fsm_rollout.states.guards import attempts_left, needs_observation, retryable
+from fsm_rollout.states.guards import attempts_left, has_room, needs_observation, retryable
 from fsm_rollout.states.machine import Machine
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.registry import Toolset
@@ -52,6 +53,8 @@ class Loop:
     params: SamplingParams
     reward: RewardFunction | None = None
     seed: int = 0
+    run_id: str = field(default_factory=lambda: uuid4().hex[:12])
+    """begins every session and request id: an engine may serve many runs"""
 
     async def run(self, request: Request) -> Request:
         """Play `request` to its end, with retries from scratch, and seal it.
@@ -124,6 +127,8 @@ class Loop:
                 ids = await self._encoded(request, self.codec.prompt_async(request.prompt))
             if ids is None:
                 return
+            if not ids:
+                return self._abort(request, StopReason.PROMPT_OVERFLOW, "the prompt has no tokens")
             try:
                 request.set_prompt(ids)
             except InvariantError as error:
@@ -143,22 +148,27 @@ class Loop:
             return
         if request.seq != seq:  # ended meanwhile: the reply is late
             return
+        ids, finish = generation.token_ids, str(generation.finish)
+        if finish == "abort" and len(ids) and ids[-1] in self.codec.stop_ids:
+            finish = "stop"  # the turn was over when the abort came
         try:
-            self._append(request, generation)
+            self._append(request, generation, finish)
         except InvariantError as error:
             missing = error.code == StopReason.MISSING_LOG_PROBS
             reason = StopReason.MISSING_LOG_PROBS if missing else StopReason.BAD_REPLY
             return self._abort(request, reason, str(error))
         turn = request.sample.turns[-1]
         turn.seconds += time.monotonic() - started
-        if generation.finish == "abort":
-            return self._abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
+        if finish == "abort":
+            if has_room(request):
+                return self._abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
+            turn.finish = finish = "length"  # and there was no token left to sample
         self._read(request)
         if request.is_done:
             return
-        if generation.finish == "length":
+        if finish == "length":
             self.machine.settle(Event.TRUNCATE, request, StopReason.LENGTH)
-        elif generation.finish == "repetition":
+        elif finish == "repetition":
             self.machine.settle(Event.TRUNCATE, request, StopReason.REPETITION)
         elif turn.calls:
             self.machine.settle(Event.OBSERVE, request)
@@ -193,19 +203,23 @@ class Loop:
             self.machine.settle(Event.GENERATE, request)
 
     async def _finish(self, request: Request) -> None:
-        sample, session = request.sample, request.session
+        sample, seq = request.sample, request.seq
         sample.response = self.codec.decode(sample.columns.response_ids())
         if request.status is Status.ABORTED:
             return
-        limits = request.limits
+        timeout_s = request.limits.tool_timeout_s
         try:
-            rewards = await self._tool_rewards(session)
-            await score(request, rewards, self.reward, timeout_s=limits.tool_timeout_s)
+            rewards = await self._tool_rewards(request.session)
+            reward, parts = await score(request, rewards, self.reward, timeout_s=timeout_s)
         except RewardError as error:
-            self._abort(request, StopReason.REWARD_ERROR, str(error))
+            if request.seq == seq:
+                self._abort(request, StopReason.REWARD_ERROR, str(error))
         except asyncio.CancelledError:
             self._abort(request, StopReason.CANCELLED, "cancelled while the reward was computed")
             raise
+        else:
+            if request.seq == seq:  # else it is late: aborted, or retried, meanwhile
+                request.reward, request.reward_parts = reward, parts
 
     async def _tool_rewards(self, session: object) -> Mapping[str, float]:
         if not isinstance(session, ToolSession):
@@ -241,13 +255,14 @@ class Loop:
 
     async def _ask(self, request: Request) -> Generation:
         sample = request.sample
+        session_id = f"{self.run_id}-{sample.session_id}"
         return await ask(
             self.engine,
             sample.columns,
             request.max_new_tokens,
             self._params(request),
-            request_id=f"{sample.session_id}.{request.attempt}.{request.seq}",
-            session_id=sample.session_id,
+            request_id=f"{session_id}.{request.attempt:04}.{request.seq:08}",
+            session_id=session_id,
             timeout_s=request.limits.turn_timeout_s,
             vocab_size=self.codec.vocab_size,
         )
@@ -260,12 +275,12 @@ class Loop:
         stop = self.codec.stop_ids.union(params.stop_token_ids)
         return msgspec.structs.replace(params, seed=seed, stop_token_ids=tuple(sorted(stop)))
 
-    def _append(self, request: Request, generation: Generation) -> None:
+    def _append(self, request: Request, generation: Generation, finish: str) -> None:
         request.sample.append_response_tokens(
             generation.token_ids,
             generation.log_probs if request.log_probs else None,
             meta_info={
-                "finish_reason": generation.finish,
+                "finish_reason": finish,
                 "weight_versions": generation.weight_versions,
                 "temperature": self.params.temperature,
                 "top_p": self.params.top_p,
@@ -285,7 +300,8 @@ class Loop:
             )
         except Exception as error:  # a parser of the user's own
             return self._codec_failed(request, error)
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        content = parsed.content if self.tools.schemas else parsed.text
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
         turn.calls = parsed.calls if self.tools.schemas else ()

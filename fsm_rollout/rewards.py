@@ -32,8 +32,8 @@ async def score(
     function: RewardFunction | None,
     *,
     timeout_s: float,
-) -> None:
-    """Write `reward` and `reward_parts` of a COMPLETED or TRUNCATED request.
+) -> tuple[float | None, dict[str, float]]:
+    """The reward and its parts of a COMPLETED or TRUNCATED request.
 
     A sync function runs in a thread. Raises RewardError when the function raises, outlives
     `timeout_s` or returns what is no finite number.
@@ -46,8 +46,7 @@ async def score(
         named = value if isinstance(value, Mapping) else {} if value is None else {"reward": value}
         parts |= {str(name): _finite(name, part) for name, part in named.items()}
     total = sum(_finite(name, part) for name, part in named.items())
-    request.reward = _finite("the sum", total) if named else None
-    request.reward_parts = parts
+    return _finite("the sum", total) if named else None, parts
 
 
 async def _call(function: RewardFunction, request: Request, timeout_s: float) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,12 +98,13 @@ class Rollout:
             raise ConfigError("generate takes a list of rows: put the one row into a list")
         if num_samples < 1:
             raise ConfigError(f"num_samples must be >= 1, got {num_samples}")
-        groups = [self._group(row, num_samples) for row in checked_rows(rows, self.tools)]
-        for number, group in enumerate(groups, 1):  # once per group, before anything starts
+        checked = checked_rows(rows, self.tools)
+        groups = [self._group(row, num_samples) for row in checked]
+        for row, group in zip(checked, groups, strict=True):  # before anything starts
             try:
-                ids = await self.codec.prompt_async(group.requests[0].prompt)
+                ids = await self.codec.prompt_async(row.prompt)  # once per group
             except ConfigError as error:
-                raise ConfigError(f"row {number}: {error}") from error
+                raise ConfigError(f"{row.where}: {error}") from error
             for request in group.requests:
                 request.prompt_ids = ids
             await asyncio.sleep(0)  # other tasks of the loop get their turn
@@ -130,8 +132,8 @@ class Rollout:
                 group_index=group_index,
                 limits=self.limits,
                 label=row.label,
-                metadata=row.metadata,
-                tools_kwargs=row.tools_kwargs,
+                metadata=deepcopy(row.metadata),  # nothing is shared within a group
+                tools_kwargs=deepcopy(row.tools_kwargs),
                 log_probs=self.log_probs,
             )
             for _ in range(num_samples)

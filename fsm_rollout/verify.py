@@ -1,25 +1,27 @@
 """Verify: does a finished sample hold what it claims? `fsm-rollout verify` calls it.
 
-The log-prob half loads the model with plain Hugging Face code and shares nothing with any engine: a
-fault that the engine and its check have in common would go unseen.
+The half that needs the model loads it and its tokenizer with plain Hugging Face code and shares
+nothing with any engine or codec: a fault that one has in common with its check would go unseen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.dataset import read_samples
+from fsm_rollout.dataset import numbered_samples
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.invariants import violations
+from fsm_rollout.sample import Sample
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ def recompute_log_probs(
     over the full vocabulary in float32, T the turn's recorded temperature (0: T = 1).
 
     Raises ConfigError when there is no sample or no sampled token, when a sample has no log-probs,
-    or a turn no temperature. The invariants are taken for granted: check them first.
+    or a turn no temperature, and when the model cannot be loaded or run on the tokens. The
+    invariants are taken for granted: check them first.
     """
     model = _load(model_dir, dtype)
     differences: list[npt.NDArray[np.float64]] = []
@@ -73,7 +76,13 @@ def recompute_log_probs(
         if not positions.size:
             continue
         recorded = np.asarray(row["rollout_log_probs"], np.float64)[positions]
-        recomputed = _forward(model, row, positions, temperatures)
+        try:
+            recomputed = _forward(model, row, positions, temperatures)
+        except (IndexError, RuntimeError) as error:
+            raise ConfigError(
+                f"sample {sample}: the model {model_dir} cannot be run on its {len(row['tokens'])} "
+                f"tokens, the largest is {max(row['tokens'])}: {error}; give the model that sampled"
+            ) from error
         difference = np.abs(recorded - recomputed)
         difference[~np.isfinite(difference)] = np.inf
         differences.append(difference)
@@ -103,6 +112,7 @@ class Report:
     samples: int
     tokens: int
     violations: tuple[str, ...]
+    responses: int | None  # compared with what their tokens decode to; None: there was no tokenizer
     log_probs: LogProbReport | None
     tolerance: float
 
@@ -120,7 +130,9 @@ class Report:
             *(f"  {violation}" for violation in self.violations[:10]),
         ]
         if found := self.log_probs:
+            decoded = "not checked, no tokenizer can be loaded from there"
             lines += [
+                f"responses: {decoded if self.responses is None else f'{self.responses} decoded'}",
                 f"log-probs: largest difference {found.largest:.2e} "
                 f"(allowed {self.tolerance:.0e}), mean {found.mean:.1e}, p99 {found.p99:.1e}",
                 f"  at {found.worst}",
@@ -135,27 +147,82 @@ def verify_samples(
     tolerance: float = 1e-3,
     dtype: str = "float32",
 ) -> Report:
-    """Check every invariant of every sample of a JSONL file, and with a model its log-probs.
+    """Check every invariant of every sample of a JSONL file, and that they are of one run.
+
+    With a model, and when nothing is broken: that each `response` is what its tokens decode to, if
+    a tokenizer is there, and each log-prob what the model gives.
 
     Raises ConfigError, naming file and line, when the file holds no sample, no sampled token, or
     what is no sample at all.
     """
-    samples = read_samples(path)
+    numbered = numbered_samples(path)
+    samples = list(numbered.values())
     tokens = sum(sample.columns.num_sampled for sample in samples)
     if not tokens:
         raise ConfigError(
             f"{path}: {len(samples)} samples, {tokens} sampled tokens: nothing to verify"
         )
-    broken = tuple(
-        f"line {line}, sample {sample.sample_id}: {violation}"
-        for line, sample in enumerate(samples, 1)
-        for violation in violations(sample)
-    )
-    log_probs = None
-    if model_dir is not None and not broken:
+    found = [
+        (line, str(violation))
+        for line, sample in numbered.items()
+        for violation in violations(sample, at_rest=True)
+    ]
+    found += _of_one_run(numbered)
+    responses, log_probs = None, None
+    if model_dir is not None and not found:
+        if (tokenizer := _tokenizer(model_dir)) is not None:
+            responses = sum(sample.response is not None for sample in samples)
+            found += _misread(numbered, tokenizer)
         rows = (sample.to_dict() for sample in samples)
         log_probs = recompute_log_probs(rows, model_dir, dtype=dtype)
-    return Report(len(samples), tokens, broken, log_probs, tolerance)
+    broken = tuple(
+        f"line {line}, sample {numbered[line].sample_id}: {what}" for line, what in found
+    )
+    return Report(len(samples), tokens, broken, responses, log_probs, tolerance)
+
+
+def _of_one_run(samples: Mapping[int, Sample]) -> Iterator[tuple[int, str]]:
+    """Every sample has an id of its own; all of them have log-probs, or none."""
+    ids: dict[str, int] = {}
+    kinds: dict[bool, int] = {}
+    for line, sample in samples.items():
+        if (before := ids.setdefault(sample.sample_id, line)) != line:
+            yield line, f"line {before} has the same sample_id"
+        kinds.setdefault(sample.columns.has_log_probs, line)
+    if len(kinds) == 2:
+        yield kinds[False], f"R3.3: no log-probs, but line {kinds[True]} has some"
+
+
+def _tokenizer(model_dir: str | Path) -> PreTrainedTokenizerBase | None:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model_dir)
+    except Exception:  # a directory of weights alone, or whatever broken files raise
+        return None
+    return tokenizer
+
+
+def _misread(
+    samples: Mapping[int, Sample], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, str]]:
+    """Each `response` that is not what its tokens say; one that was never decoded is none."""
+    for line, sample in samples.items():
+        said = str(
+            tokenizer.decode(
+                sample.columns.response_ids(),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+        if sample.response not in (None, said):
+            pairs = enumerate(zip_longest(sample.response, said))
+            at = next(number for number, (has, says) in pairs if has != says)
+            yield (
+                line,
+                f"R3.6: the response goes on with {sample.response[at : at + 20]!r} at character "
+                f"{at}, its tokens with {said[at : at + 20]!r}",
+            )
 
 
 def _sampled(
@@ -197,12 +264,21 @@ def _sampled(
 
 
 def _load(model_dir: str | Path, dtype: str) -> PreTrainedModel:
+    import torch
     from transformers import AutoModelForCausalLM
 
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ConfigError(
+            f"dtype {dtype!r} is none that a model runs in; give float32, bfloat16 or float16"
+        )
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot load the model {model_dir} as {dtype}: {error}") from error
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model_dir, dtype=kind).eval()
+    except Exception as error:  # what its files and its code raise
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"cannot load the model {model_dir} as {dtype}: {why}; give its directory"
+        ) from error
     return model
 
 

@@ -10,12 +10,13 @@ import pytest
 from fsm_rollout import invariants
 from fsm_rollout.columns import Column
 from fsm_rollout.errors import InvariantError
-from fsm_rollout.limits import Limits, StopReason
+from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Media, Sample
 from fsm_rollout.states.machine import Machine
 from fsm_rollout.states.table import Event
 from fsm_rollout.testing.tampering import TAMPERINGS
+from fsm_rollout.turn import ToolCall
 
 
 def a_sample() -> Sample:
@@ -68,20 +69,28 @@ BROKEN: dict[str, tuple[str, Callable[[Sample], object]]] = {
     "log-prob of an observation": ("R3.3", _set("columns._log_probs.5", -1.0)),
     "log-prob of a forced token": ("R3.3", _set("columns._log_probs.0", -1.0)),
     "NaN of an observation": ("R3.3", _set("columns._log_probs.5", math.nan)),
+    "kind of log-probs unknown": ("R3.3", _set("turns.0.log_prob_kind", "guessed")),
+    "temperature negative": ("R3.3", _set("turns.0.temperature", -1.0)),
+    "temperature NaN": ("R3.3", _set("turns.0.temperature", math.nan)),
+    "temperature infinite": ("R3.3", _set("turns.0.temperature", math.inf)),
     "version run too long": ("R3.4", _set("turns.0.weight_versions", [("v1", 4)])),
     "version run lost": ("R3.4", _set("turns.0.weight_versions", [])),
     "empty version run": ("R3.4", _set("turns.0.weight_versions", [("v1", 3), ("v2", 0)])),
     "version of an observation": ("R3.4", _set("turns.1.weight_versions", [("v1", 2)])),
     "forced outside of its turn": ("R3.4", _set("turns.0.forced", [(4, 5)])),
+    "forced twice": ("R3.4", _set("turns.0.forced", [(0, 1), (0, 1)])),
+    "forced tokens in an observation": ("R3.4", _set("turns.1.forced", [(4, 5)])),
     "context": ("R3.5", _set("request.limits", Limits(max_context=7))),
     "response": ("R3.5", _set("request.limits", Limits(max_response=5))),
     "reason of another status": ("R3.6", _set("request.stop_reason", StopReason.STOP)),
+    "finish unknown": ("R3.6", _set("turns.0.finish", "eos")),
     "reward NaN": ("R3.6", _set("reward", math.nan)),
     "part of the reward infinite": ("R3.6", _set("reward_parts", {"tool": math.inf})),
     "reward of a turn NaN": ("R3.6", _set("turns.0.reward", math.nan)),
     "media past the end": ("R3.7", _set("media.0", Media(7, 2, "image"))),
     "media twice": ("R3.7", lambda s: s.media.append(Media(6, 1, "image"))),
     "media without tokens": ("R3.7", _set("media.0", Media(6, 0, "image"))),
+    "media over sampled tokens": ("R3.7", _set("media.0", Media(5, 2, "image"))),
 }
 
 
@@ -149,3 +158,59 @@ def test_a_run_without_log_probs_is_sound_without_them() -> None:
     request = Request(log_probs=False)
     request.append_response_tokens([1, 2], meta_info={"finish_reason": "stop"})
     assert invariants.violations(request.sample) == []
+
+
+def test_media_may_lie_over_the_prompt_and_over_forced_tokens() -> None:
+    sample = a_sample()
+    sample.media = [Media(0, 3, "image")]
+    assert invariants.violations(sample) == []
+
+
+def at_rest(reason: StopReason, finish: str | None) -> Sample:
+    """As it comes from a file: an observation behind a turn that finished so."""
+    sample = a_sample()
+    request = sample.request
+    assert request is not None
+    sample.turns[0].finish = finish
+    sample.turns[0].calls = (ToolCall("calculator", id="a", span=(1, 4)), ToolCall("x", id="b"))
+    request.stop_reason, request._status = reason, reason.status
+    request.seal()
+    return Sample.from_dict(sample.to_dict())
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition", "abort", None])
+@pytest.mark.parametrize("reason", StopReason)
+def test_at_rest_the_reason_is_that_of_the_last_model_turn_where_it_repeats_one(
+    reason: StopReason, finish: str | None
+) -> None:
+    sample = at_rest(reason, finish)
+    assert invariants.violations(sample) == []
+    if finish in (None, "abort"):
+        fits = reason.status is not Status.COMPLETED
+    else:
+        fits = reason not in ("stop", "length", "repetition") or reason == finish
+    found = invariants.violations(sample, at_rest=True)
+    assert [violation.code for violation in found] == ([] if fits else ["R3.6"])
+
+
+@pytest.mark.parametrize("status", [Status.PENDING, Status.GENERATING, Status.TOOL_CALLING])
+def test_at_rest_a_request_has_ended(status: Status) -> None:
+    sample = at_rest(StopReason.TOOL_STOP, "stop")
+    sample._status, sample._stop_reason = status, None
+    assert invariants.violations(sample) == []
+    (found,) = invariants.violations(sample, at_rest=True)
+    assert str(found) == f"R3.6: status {status}: it has not ended"
+
+
+@pytest.mark.parametrize("span", [(-1, 2), (3, 5), (3, 2), (9, 9)])
+def test_at_rest_a_call_lies_in_its_turn(span: tuple[int, int]) -> None:
+    sample = at_rest(StopReason.TOOL_STOP, "stop")
+    sample.turns[0].calls = (ToolCall("calculator", id="a", span=span),)
+    (found,) = invariants.violations(sample, at_rest=True)
+    assert str(found) == f"R3.4: turn 0: call 'a' spans {span} of 4 tokens"
+
+
+def test_at_rest_unequal_lengths_are_all_that_is_told() -> None:
+    sample = at_rest(StopReason.LENGTH, "stop")
+    sample.turns.pop()
+    assert {found.code for found in invariants.violations(sample, at_rest=True)} == {"R3.1"}

@@ -355,7 +355,7 @@ def test_a_reward_without_a_finite_value_is_an_error_of_that_request(value: Any)
     assert request.stop_reason is StopReason.REWARD_ERROR
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(2), 3], ids=str)
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(2), 3, True, np.bool_(True)], ids=repr)
 def test_any_real_number_is_a_reward(value: Any) -> None:
     request, _ = play(["done"], reward=lambda _: value)
     assert request.reward == float(value)

@@ -232,8 +232,8 @@ def test_a_request_in_flight_is_copied_with_its_samples() -> None:
 @pytest.mark.parametrize(
     ("limits", "why"),
     [
-        ({"max_turns": 0}, "max_turns must be >= 1, got 0"),
-        ({"max_tool_calls": -1}, "max_tool_calls must be >= 0"),
+        ({"max_turns": 0}, "max_turns must be a whole number >= 1, got 0"),
+        ({"max_tool_calls": -1}, "max_tool_calls must be a whole number >= 0"),
         ({"tool_timeout_s": 0}, "tool_timeout_s must be > 0"),
         ({"turn_timeout_s": float("nan")}, "turn_timeout_s"),
         ({"max_prompt": 9, "max_context": 8}, "max_prompt .9. > max_context .8."),

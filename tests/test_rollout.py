@@ -57,7 +57,7 @@ def test_each_row_becomes_a_group_of_requests_with_equal_prompts_and_own_indices
 
 def test_an_aborted_request_is_in_its_group_but_not_among_its_samples() -> None:
     def script(asked: Asked) -> Any:
-        return Reply([1], None) if asked.session_id == "1" else "yes"
+        return Reply([1], None) if asked.session_id.endswith("-1") else "yes"
 
     engine = ScriptedEngine(script, tokenizer=TOKENIZER)
     (group,) = fsm_rollout.run(Rollout(engine, TOKENIZER).generate(["a"], num_samples=3))
@@ -94,8 +94,8 @@ def test_one_slow_tool_does_not_hold_up_the_others() -> None:
             return ""
 
     def script(asked: Asked) -> str:
-        if asked.request_id.endswith(".1"):
-            seconds = 0.3 if asked.session_id == "0" else 0
+        if asked.request_id.endswith(".00000001"):
+            seconds = 0.3 if asked.session_id.endswith("-0") else 0
             return (
                 f'<tool_call>{{"name": "sleep", "arguments": {{"seconds": {seconds}}}}}</tool_call>'
             )
@@ -168,6 +168,19 @@ def test_a_bad_row_is_named_before_anything_starts(row: Any, said: str) -> None:
     assert not engine.asked
 
 
+def test_a_row_that_says_where_it_was_is_named_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "", "where": "train.parquet, row 7"}\n')
+    rows = read_rows(path)
+    assert [row.where for row in rows] == [f"{path}:1", "train.parquet, row 7"]
+    for bad, said in (
+        (rows[1], "train.parquet, row 7: the prompt is empty"),
+        ({"prompt": [{"role": "usr", "content": ""}], "where": "here"}, "here: .*usr"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            fsm_rollout.run(Rollout(scripted("yes"), TOKENIZER).generate([rows[0], bad]))
+
+
 def test_a_jsonl_file_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": }\n')
@@ -182,7 +195,7 @@ def test_a_jsonl_file_names_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         read_rows(tmp_path / "other.jsonl")
     path.write_text('{"prompt": "a", "label": 3}\n')
-    assert read_rows(path) == [PromptRow(prompt="a", label=3)]
+    assert read_rows(path) == [PromptRow(prompt="a", label=3, where=f"{path}:1")]
 
 
 def test_samples_come_back_from_the_file_equal(tmp_path: Path) -> None:
@@ -197,6 +210,18 @@ def test_samples_come_back_from_the_file_equal(tmp_path: Path) -> None:
     back = read_samples(path)
     assert [json.dumps(s.to_dict()) for s in back] == [json.dumps(s.to_dict()) for s in samples]
     assert back[0].turns[0].calls[0].arguments["n"] == huge
+
+
+def test_samples_that_cannot_be_written_leave_the_older_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text("of yesterday")
+    samples = samples_of(fsm_rollout.run(Rollout(scripted("yes"), TOKENIZER).generate(["a", "b"])))
+    samples[1].extra["seen"] = object()
+    with pytest.raises(TypeError):
+        write_samples(path, samples)
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["of yesterday"]
+    with pytest.raises(ConfigError, match="samples cannot be written there"):
+        write_samples(path / "below", samples)
 
 
 def test_a_sample_file_names_file_line_and_field(tmp_path: Path) -> None:

@@ -98,10 +98,12 @@ def test_json_values_become_text_without_python_in_it(value: Any, text: str) -> 
 
 
 @pytest.mark.parametrize(
-    "value", [b"x", object(), (1, 2), {1, 2}, {"a": object()}, np.int64(3)], ids=type
+    "value",
+    [b"x", object(), {1, 2}, {"a": object()}, float("nan"), {"a": float("inf")}],
+    ids=["bytes", "object", "set", "dict of objects", "nan", "dict of inf"],
 )
-def test_what_is_not_json_is_a_type_error(value: Any) -> None:
-    with pytest.raises(TypeError):
+def test_what_is_not_json_is_refused(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError)):
         to_response(value)
 
 
@@ -118,7 +120,6 @@ def test_a_response_keeps_what_it_is_given_as_plain_values() -> None:
         {"text": None},
         {"text": b"x"},
         {"reward": float("nan")},
-        {"reward": True},
         {"reward": "1"},
         {"reward": 10**400},
         {"metrics": {"n": float("inf")}},
@@ -134,7 +135,7 @@ def test_a_reward_is_a_finite_float_or_refused(value: Any) -> None:
     try:
         number = finite(value, what="reward")
     except (TypeError, ValueError):
-        assert isinstance(value, bool | str | None) or abs(value) > 1e308 or value != value
+        assert isinstance(value, str | None) or abs(value) > 1e308 or value != value
     else:
         assert type(number) is float
         assert number == value or abs(value) > 2**53

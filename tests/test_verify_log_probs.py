@@ -7,16 +7,23 @@ import pytest
 pytest.importorskip("torch")
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsm_rollout
+from fsm_rollout.dataset import write_samples
 from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.request import samples_of
+from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
-from fsm_rollout.verify import recompute_log_probs
-from tests.tiny_llama import ids, serve, tiny_llama
+from fsm_rollout.testing.tokenizer import tiny_tokenizer
+from fsm_rollout.verify import recompute_log_probs, verify_samples
+from tests.tiny_llama import VOCABULARY, ids, serve, tiny_llama
 
 
 async def play(engine: TransformersEngine, temperatures: list[float]) -> Sample:
@@ -134,3 +141,71 @@ def test_a_sample_without_log_probs_or_a_model_that_is_not_there_is_named(
     row["rollout_log_probs"] = None
     with pytest.raises(ConfigError, match="sample 0: rollout_log_probs has none values for 60"):
         recompute_log_probs([row], model_dir)
+
+
+@pytest.mark.parametrize("dtype", ["float99", "cuda", "int8", ""])
+def test_a_dtype_that_no_model_runs_in_is_named(
+    row: dict[str, Any], model_dir: Path, dtype: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"dtype '{dtype}' is none that a model runs in"):
+        recompute_log_probs([row], model_dir, dtype=dtype)
+
+
+def test_a_model_that_cannot_be_run_on_the_tokens_is_named(
+    row: dict[str, Any], model_dir: Path
+) -> None:
+    row["tokens"][3] = VOCABULARY
+    with pytest.raises(ConfigError, match=rf"sample 0: .* the largest is {VOCABULARY}: .*sampled"):
+        recompute_log_probs([row], model_dir)
+
+
+def played(texts: list[str], **changes: Any) -> list[Sample]:
+    """Samples of a run with these replies."""
+    tokenizer = tiny_tokenizer()
+    rollout = Rollout(ScriptedEngine(texts, tokenizer=tokenizer), tokenizer, **changes)
+    return samples_of(fsm_rollout.run(rollout.generate(["a", "b"])))
+
+
+def test_a_file_is_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    samples = played(["yes"])
+    write_samples(path, samples)
+    assert verify_samples(path).passed
+    write_samples(path, [*samples, samples[0]])
+    assert verify_samples(path).violations == ("line 3, sample 0-0: line 1 has the same sample_id",)
+    without = played(["yes"], log_probs=False)
+    write_samples(path, without)
+    assert verify_samples(path).passed
+    write_samples(path, [samples[0], without[1]])
+    assert verify_samples(path).violations == (
+        "line 2, sample 1-0: R3.3: no log-probs, but line 1 has some",
+    )
+
+
+def test_blank_lines_are_counted_and_samples_in_flight_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    row = played(["yes"])[0].to_dict() | {"status": "generating", "stop_reason": None}
+    path.write_text("\n\n" + json.dumps(row) + "\n")
+    (found,) = verify_samples(path).violations
+    assert found == "line 3, sample 0-0: R3.6: status generating: it has not ended"
+
+
+def test_a_response_is_what_its_tokens_decode_to(tmp_path: Path, model_dir: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    first, second = played(["<think> é , . 你</think>yes .", "no"])
+    first.response, second.response = f"{first.response}!", None
+    write_samples(path, [first, second])
+    report = verify_samples(path, model_dir)
+    assert (report.responses, report.violations) == (None, ())
+    assert "responses: not checked, no tokenizer" in report.text()
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    tiny_llama().save_pretrained(tmp_path / "model")
+    report = verify_samples(path, tmp_path / "model")
+    (found,) = report.violations
+    assert found.startswith("line 1, sample 0-0: R3.6: the response goes on with '!' at character ")
+    assert (report.responses, report.passed) == (1, False)
+    first.response = first.response[:-1]
+    write_samples(path, [first, second])
+    assert verify_samples(path, tmp_path / "model").violations == ()
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert verify_samples(path, tmp_path / "model").responses is None

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from examples.demo.arithmetic import reward, rows
 from fsm_rollout import Group, Limits, Rollout, SamplingParams, TransformersEngine
 from fsm_rollout.dataset import write_samples
+from fsm_rollout.request import samples_of
 from fsm_rollout.testing.smollm2 import smollm2_dir
 from fsm_rollout.trace import Progress, Summary, summarise, token_strip
 from fsm_rollout.verify import verify_samples
@@ -68,7 +69,11 @@ def main() -> int:
     passes = asyncio.run(play(model, arguments.rows, arguments.seed))
     for title, (_, summary) in passes.items():
         console.print(summary.table(title))
-    samples = [s for groups, _ in passes.values() for group in groups for s in group.samples]
+    samples = []
+    for title, (groups, _) in passes.items():
+        for sample in samples_of(groups):
+            sample.sample_id = f"{title}: {sample.sample_id}"  # both passes count from 0
+            samples.append(sample)
     write_samples(arguments.out, samples)
     console.print(f"{len(samples)} samples in {arguments.out}; verifying them", highlight=False)
     report = verify_samples(arguments.out, str(model))

@@ -110,8 +110,8 @@ class ToolResponse:
 
 
 def finite(value: Any, *, what: str) -> float:
-    """`value` as a float. Raises TypeError if it is a bool or no number, ValueError if infinite."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    """`value` as a float, True is 1.0. TypeError if it is no number, ValueError if infinite."""
+    if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":  # numpy's is no Real
         raise TypeError(f"{what} must be a number, got {type(value).__name__}")
     try:
         number = float(value)
@@ -134,7 +134,11 @@ def to_response(value: Any) -> ToolResponse:
         return ToolResponse()
     if isinstance(value, str):
         return ToolResponse(value)
-    if isinstance(value, (dict, list, int, float)):
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)  # a numpy one too
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
+        value = finite(value, what="a number")
+    if isinstance(value, (dict, list, tuple, int, float)):
         text = io.StringIO()
         text.writelines(json_parts(value))
         return ToolResponse(text.getvalue())
@@ -146,7 +150,7 @@ def to_response(value: Any) -> ToolResponse:
 
 def json_parts(value: Any) -> Iterator[str]:
     """The JSON text of a value, bit by bit: json.dumps would hold the GIL to the end of it."""
-    return json.JSONEncoder(ensure_ascii=False).iterencode(value)
+    return json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode(value)
 
 
 class FunctionTool(Tool):

@@ -233,7 +233,8 @@ class ToolSession:
         if ended.fault is None:
             return self._answer(call, "ok", ended.value, seconds=seconds)
         if isinstance(ended.error, ToolError):
-            return self._answer(call, "tool_error", message(ended.error), seconds=seconds)
+            text = message(ended.error) or f"{name} failed"
+            return self._answer(call, "tool_error", text, seconds=seconds)
         outcome: Outcome = "error" if ended.stopped_s is None else "timeout"
         self._log(instance, "execute", ended)
         return self._answer(call, outcome, f"{name} {ended.fault}", seconds=seconds)

@@ -99,8 +99,9 @@ class Flight:
         try:
             value = hook() if self.thread is None else await self._join()
             return await value if inspect.isawaitable(value) else value
-        except SystemExit as error:  # would leave the event loop, and stop every other request
-            raise RuntimeError("the tool called sys.exit()") from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            # would leave the event loop, and stop every other request
+            raise RuntimeError(f"the tool raised {type(error).__name__}") from error
 
     async def _join(self) -> Any:
         assert self.thread is not None
