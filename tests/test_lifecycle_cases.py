@@ -40,6 +40,9 @@ class IdCodec:
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.script = case["input"]["script"]
+        entries = {entry[0]: entry[-1] for entry in self.script}
+        self.open_call = entries.get("text_has_open_call", False)
+        self.text = entries.get("text")
         self.wants_tool = [
             self.script[at + 1][0] in NEEDS_TOOL if at + 1 < len(self.script) else False
             for at, entry in enumerate(self.script)
@@ -58,9 +61,10 @@ class IdCodec:
         return list(self.deltas.pop(0))
 
     def parse(self, ids: list[int], *, finish: str, call_id: str) -> ParsedTurn:
-        calls = self.wants_tool.pop(0) and finish == "stop"
+        calls = self.wants_tool.pop(0) or self.open_call
         found = (ToolCall("slow", {}, f"{call_id}_0"),) if calls else ()
-        return ParsedTurn(self.decode(ids), "", self.decode(ids), found)
+        text = self.text or self.decode(ids)
+        return ParsedTurn(text, "", text, found)
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
@@ -242,6 +246,8 @@ def test_lifecycle_case(case: dict[str, Any]) -> None:
             case "must":  # life-025: ids, mask, log-probs and text are cut together or not at all
                 assert seen["text_matches_ids"]
                 assert len(seen["loss_mask"]) == len(seen["log_probs"]) == seen["response_length"]
+                assert seen["tokens"] == [1, 2, 3, 5, 6, 9]  # nothing is trimmed,
+                assert str(play.codec.text) in str(play.request.sample.messages)  # here neither
             case _:
                 assert seen[key] == expected, key
     for entry in play.script:

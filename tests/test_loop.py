@@ -7,10 +7,13 @@ import pytest
 pytest.importorskip("transformers")
 
 import asyncio
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.scripted import Answer, Reply, ScriptedEngine
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -421,3 +424,53 @@ def test_no_reward_is_none_never_zero() -> None:
     assert request.reward is None
     request, _ = play(["done"], reward=lambda _: None)
     assert request.reward is None
+
+
+def handed(kind: str, name: str) -> dict[str, Any]:
+    """One of the handed cases."""
+    lines = (Path(__file__).parent / "cases" / f"{kind}.jsonl").read_text().splitlines()
+    return next(case for case in map(json.loads, lines) if case["id"] == name)
+
+
+def test_num_004_step_rewards_and_the_final_one_are_not_added_twice() -> None:
+    case = handed("numeric", "num-004")
+    given, expected = case["input"], case["expected"]
+
+    class Steps(Tool):
+        """Rewards each step."""
+
+        def create(self) -> None:
+            self.steps = iter(given["tool_step_rewards"])
+
+        def execute(self, text: str) -> ToolResponse:
+            """text: anything"""
+            return ToolResponse("ok", reward=next(self.steps))
+
+        def calc_reward(self) -> float:
+            return float(given["final"])
+
+    call = CALL.replace("echo", "steps")
+    request, _ = play([call, call, "done"], tools=[Steps])
+    assert [t.reward for t in request.sample.turns if t.calls] == expected["tool_rewards"]
+    assert (request.reward == expected["final"]) is expected["no_double_count"]
+
+
+def test_num_008_greedy_log_probs_of_zero_are_data() -> None:
+    given = handed("numeric", "num-008")["input"]
+    params = SamplingParams(temperature=given["temperature"])
+    request, _ = play([Reply([65, 66], given["log_probs"])], params=params)
+    assert request.status is Status.COMPLETED
+    assert request.sample.turns[0].temperature == 0
+    log_probs = request.sample.rollout_log_probs
+    assert log_probs is not None
+    assert log_probs.tolist() == given["log_probs"]
+
+
+def test_tpl_012_the_next_request_holds_the_call_as_it_was_sampled() -> None:
+    given = handed("template", "tpl-012")["input"]
+    text = given["generated_text"].replace("get_weather", "echo").replace("city", "text")
+    request, engine = play([text, "done"])
+    asked = engine.asked[1].ids
+    start = request.sample.prompt_length
+    assert asked[start : start + len(ids(text))] == ids(text)
+    assert request.num_tool_calls == 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams
-from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.engines.scripted import Reply, ScriptedEngine
 from fsm_rollout.errors import EngineError, IllegalEvent
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -28,6 +28,7 @@ from tests.playing import (
     Echo,
     cancel_itself,
     fail,
+    ids,
     play,
     said_by_tools,
     swallow,
@@ -369,3 +370,87 @@ def test_a_turn_of_hundreds_of_calls_is_answered_call_by_call() -> None:
     assert (request.status, request.num_tool_calls) == (Status.COMPLETED, limits.max_parallel_calls)
     assert len(said_by_tools(request)) == 150
     assert request.metrics["tool_calls_dropped"] == 150 - limits.max_parallel_calls
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["aborted", "retried"])
+@pytest.mark.parametrize("fails", [False, True], ids=["value", "raises"])
+def test_a_late_reward_changes_nothing(again: bool, fails: bool) -> None:
+    async def slow(request: Request) -> float:
+        await asyncio.sleep(0.05)
+        if fails:
+            raise ValueError("late")
+        return 1.0
+
+    rollout = Rollout(ScriptedEngine(["done"] * 2, tokenizer=TOKENIZER), TOKENIZER, reward=slow)
+    request = Request("hello")
+
+    async def drive() -> None:
+        task = asyncio.create_task(rollout.loop.play(request))
+        while not request.is_done:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        rollout.loop.machine.fire(Event.ABORT, request, StopReason.STALE)
+        if again:
+            rollout.loop.machine.fire(Event.RETRY, request)
+        await task
+
+    asyncio.run(drive())
+    assert (request.reward, request.reward_parts) == (None, {})
+    assert request.status is (Status.PENDING if again else Status.ABORTED)
+    assert request.stop_reason is (None if again else StopReason.STALE)
+
+
+def test_a_keyboard_interrupt_of_a_tool_stays_in_its_call() -> None:
+    class Interrupts(Tool):
+        """Raises what only a user should."""
+
+        async def execute(self, text: str) -> str:
+            """text: anything"""
+            raise KeyboardInterrupt
+
+    request, _ = play([CALL.replace("echo", "interrupts"), "done"], tools=[Interrupts])
+    assert request.stop_reason is StopReason.STOP
+    assert "KeyboardInterrupt" in said_by_tools(request)[0]
+
+
+def test_an_abort_that_used_up_the_turn_is_a_truncation_not_a_lost_attempt() -> None:
+    reply = Reply(ids("done"), finish="abort")
+    limits = Limits(max_new_tokens=len(ids("done")) - 1)
+    request, engine = play([Reply(ids("done")[:-1], finish="abort")], limits=limits)
+    assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.LENGTH)
+    assert (request.attempt, len(engine.asked)) == (1, 1)
+    request, _ = play([reply])
+    assert (request.status, request.stop_reason) == (Status.COMPLETED, StopReason.STOP)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    rollout = Rollout(ScriptedEngine(["done"], tokenizer=TOKENIZER), TOKENIZER)
+    request = Request(prompt_ids=[])
+    asyncio.run(rollout.run(request))
+    assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.PROMPT_OVERFLOW)
+
+
+def test_without_tools_the_text_of_a_call_stays_in_the_messages() -> None:
+    request, _ = play([CALL], tools=())
+    assert request.sample.messages[-1]["content"] == CALL
+
+
+def test_two_runs_on_one_engine_never_share_an_id() -> None:
+    engine = ScriptedEngine(lambda _: "done", tokenizer=TOKENIZER)
+    for _ in range(2):
+        asyncio.run(Rollout(engine, TOKENIZER).generate(["a"] * 11, num_samples=2))
+    seen = [asked.request_id for asked in engine.asked]
+    assert len(set(seen)) == 44
+    assert len({asked.session_id for asked in engine.asked}) == 44
+    assert not any(a != b and b.startswith(a) for a in seen for b in seen)
+
+
+def test_what_a_reward_function_does_to_the_metadata_stays_with_its_request() -> None:
+    def reward(request: Request) -> float:
+        request.metadata["seen"].append(request.index)  # no way to treat an input
+        return 0.0
+
+    rollout = Rollout(ScriptedEngine(["done"], tokenizer=TOKENIZER), TOKENIZER, reward=reward)
+    row = {"prompt": "a", "metadata": {"seen": []}}
+    (group,) = asyncio.run(rollout.generate([row], num_samples=3))
+    assert [request.metadata["seen"] for request in group.requests] == [[0], [1], [2]]
+    assert row["metadata"] == {"seen": []}
