@@ -7,6 +7,9 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN  := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# threads that wait sleep: spinning ones make torch many times slower on a machine that is not idle
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_DISABLE_PROGRESS_BARS ?= 1
 ROWS ?= 64
 SEED ?= 0
 JOBS ?= 2

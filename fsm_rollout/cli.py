@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -203,6 +204,10 @@ def _say(text: str) -> None:
 def main() -> None:
     """Entry point: errors of ours are one line, not a traceback."""
     sys.path.insert(0, "")  # `module:name` of the config means the user's folder
+    # read when torch is loaded: threads that spin while they wait slow each other down
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # read when transformers is loaded: its bars would stand between our lines
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except RolloutError as error:

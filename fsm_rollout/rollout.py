@@ -54,6 +54,12 @@ class Rollout:
         listeners: Iterable[Listener] = (),
         guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
+        for method in ("generate", "abort", "close"):
+            if not callable(getattr(engine, method, None)):
+                raise ConfigError(
+                    f"{type(engine).__name__} is no engine: it has no method {method!r}; "
+                    "see fsm_rollout.engines.base.Engine"
+                )
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be >= 1, got {max_concurrent}")
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
@@ -150,9 +156,15 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
     Raises RolloutError, at once, where an event loop already runs (a notebook): `await` it there.
     """
+    if _is_in_a_loop():
+        coroutine.close()
+        raise RolloutError("an event loop already runs here: use `await` in place of `run(...)`")
+    return asyncio.run(coroutine)
+
+
+def _is_in_a_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
-    coroutine.close()
-    raise RolloutError("an event loop is already running here: use `await` in place of `run(...)`")
+        return False
+    return True

@@ -160,7 +160,10 @@ def token_strip(
         value = float(log_probs[position])
         colour = "green" if value > -0.5 else "yellow" if value > -3 else "red"
         strip.append(text.replace("\n", "⏎"), style=f"bold {colour}")
-        strip.append(f"{value:.2f}" + ("\n" if text.endswith("\n") else " "), style=f"dim {colour}")
+        strip.append(
+            ("0" if value > -0.005 else f"{value:.2f}") + ("\n" if text.endswith("\n") else " "),
+            style=f"dim {colour}",
+        )
     return strip
 
 

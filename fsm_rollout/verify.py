@@ -36,7 +36,7 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"sample {self.sample}, turn {self.turn}, response position {self.position}: "
+            f"line {self.sample + 1}, turn {self.turn}, response position {self.position}: "
             f"recorded {self.recorded:.6f}, recomputed {self.recomputed:.6f}"
         )
 
@@ -133,9 +133,9 @@ class Report:
             decoded = "not checked, no tokenizer can be loaded from there"
             lines += [
                 f"responses: {decoded if self.responses is None else f'{self.responses} decoded'}",
-                f"log-probs: largest difference {found.largest:.2e} "
-                f"(allowed {self.tolerance:.0e}), mean {found.mean:.1e}, p99 {found.p99:.1e}",
-                f"  at {found.worst}",
+                f"log-probs: largest difference {found.largest:.2e} (allowed {self.tolerance:.0e})",
+                f"  mean {found.mean:.1e}, p99 {found.p99:.1e}",
+                f"  largest at {found.worst}",
             ]
         return "\n".join([*lines, "passed" if self.passed else "FAILED"])
 

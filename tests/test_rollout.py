@@ -252,6 +252,11 @@ def test_run_says_what_to_do_inside_a_running_loop() -> None:
     asyncio.run(notebook())
 
 
+def test_what_is_no_engine_is_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="object is no engine: it has no method 'generate'"):
+        Rollout(object(), TOKENIZER)  # type: ignore[arg-type]
+
+
 def test_a_rollout_wants_a_tokenizer_or_a_codec() -> None:
     with pytest.raises(ConfigError, match="tokenizer or a codec"):
         Rollout(scripted("yes"))

@@ -77,7 +77,7 @@ def test_masked_out_tokens_are_checked_too(sample: Sample, model_dir: Path) -> N
     assert report.largest == pytest.approx(0.25, abs=1e-3)
     worst = report.worst
     assert (worst.sample, worst.turn, worst.position) == (1, 0, 5)
-    assert str(worst).startswith("sample 1, turn 0, response position 5: recorded ")
+    assert str(worst).startswith("line 2, turn 0, response position 5: recorded ")
 
 
 def test_log_probs_shifted_by_one_token_are_found(row: dict[str, Any], model_dir: Path) -> None:
