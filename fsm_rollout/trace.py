@@ -144,7 +144,8 @@ def token_strip(
 ) -> Text:
     """The sample token by token: trained ones in colour with their log-prob, the others dim.
 
-    Green is likely, yellow less so, red a surprise (log-prob below -3). `pieces` is `Codec.pieces`.
+    Green is likely, yellow less so, red a surprise (log-prob below -3); a dot is a log-prob of 0.
+    `pieces` is `Codec.pieces`.
     """
     texts = pieces(sample.tokens.tolist())
     log_probs, mask, start = sample.rollout_log_probs, sample.loss_mask, sample.prompt_length
@@ -160,10 +161,8 @@ def token_strip(
         value = float(log_probs[position])
         colour = "green" if value > -0.5 else "yellow" if value > -3 else "red"
         strip.append(text.replace("\n", "⏎"), style=f"bold {colour}")
-        strip.append(
-            ("0" if value > -0.005 else f"{value:.2f}") + ("\n" if text.endswith("\n") else " "),
-            style=f"dim {colour}",
-        )
+        shown = "·" if value > -0.005 else f"{value:.2f}"
+        strip.append(shown + ("\n" if text.endswith("\n") else " "), style=f"dim {colour}")
     return strip
 
 

@@ -54,7 +54,7 @@ async def play(model: Path, count: int, seed: int) -> dict[str, tuple[list[Group
         await engine.close()
     shown = passes["with a calculator"][0][0].requests[0].sample
     console.print(
-        "\nOne sample with the calculator: sampled tokens in colour with their log-probs\n"
+        "\nOne sample with the calculator: sampled tokens in colour with log-probs (· is 0)\n"
     )
     console.print(token_strip(shown, rollout.codec.pieces, prompt_tail=12), soft_wrap=True)
     return passes
