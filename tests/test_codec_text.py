@@ -137,6 +137,7 @@ def test_the_side_says_what_is_dropped() -> None:
     assert fit(text, 15, side="middle") == f"AA{CUT_MARK}ZZ"
     assert fit("日本語" * 40, 10, side="right") == "日本語"
     assert fit(text, 0, side="left") == ""
+    assert fit("日本語", 4, side="middle") == "日"
 
 
 @pytest.mark.parametrize("unit", ["x", "The answer is 42.\n", "日本語", "<|im_end|>", " "])

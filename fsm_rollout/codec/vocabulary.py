@@ -229,10 +229,11 @@ class Vocabulary:
             start = self._end(text, head, tail=False)
             cut = start + marker + self._end(text[len(start) :], room - head, tail=True)
             excess = len(self.encode_text(cut)) - max_tokens
-            if excess <= 0:
+            if excess <= 0 and (cut or side != "middle"):
                 return cut
-            room -= excess
-        return ""
+            room -= max(excess, 1)
+        # two halves of a small cap may hold no whole character where one of them does
+        return self.fit(text, max_tokens, side="right") if side == "middle" else ""
 
     def _end(self, text: str, count: int, *, tail: bool) -> str:
         """The start of the text, or its tail, as far as `count` ids go."""
