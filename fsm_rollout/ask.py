@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.errors import EngineError
@@ -71,9 +73,9 @@ def _fitting(
     count = len(reply.token_ids)
     if count > max_new_tokens:
         raise _bad(f"the engine returned {count} tokens, asked for at most {max_new_tokens}")
-    if count and int(max(reply.token_ids)) >= vocab_size:
+    if count and (largest := int(np.max(reply.token_ids))) >= vocab_size:
         raise _bad(
-            f"the engine returned token id {max(reply.token_ids)}; the tokenizer has {vocab_size} "
+            f"the engine returned token id {largest}; the tokenizer has {vocab_size} "
             "ids, the rest of the model's embedding is padding"
         )
     kind, temperature = reply.log_prob_kind, params.temperature

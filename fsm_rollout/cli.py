@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fsm_rollout.config import RunConfig, ScriptedConfig, load_config
 from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line, samples_file
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Status
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction
@@ -125,9 +125,12 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
 
 
 def _write(file: TextIO, sample: Sample) -> bool:
-    """Whether JSON can hold the sample; one that it cannot does not cost the others."""
+    """Whether it is sound and JSON can hold it; a sample that is not costs no other."""
     try:
         line = sample_line(sample)
+    except InvariantError as error:
+        _say(f"withheld: {error}")
+        return False
     except (TypeError, ValueError, RecursionError) as error:
         _say(f"not written: sample {sample.sample_id}: {error}; keep to what JSON can hold")
         return False

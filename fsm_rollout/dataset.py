@@ -13,6 +13,7 @@ from typing import Any, TextIO, TypeVar
 import msgspec
 
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.invariants import check
 from fsm_rollout.sample import Sample
 from fsm_rollout.tools.registry import Toolset
 
@@ -142,7 +143,8 @@ _STRICT: dict[str, Any] = {"parse_constant": _finite, "parse_float": _finite}
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:
     """One line per sample, `Sample.to_dict`; returns how many. The file appears when it is whole.
 
-    Raises ConfigError when `path` cannot be written, TypeError for what JSON cannot hold.
+    Raises ConfigError when `path` cannot be written, InvariantError for a sample that breaks one,
+    TypeError for what JSON cannot hold.
     """
     count = 0
     with samples_file(path) as file:
@@ -153,7 +155,8 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> int:
 
 
 def sample_line(sample: Sample) -> str:
-    """The sample as one line of JSON."""
+    """The sample as one line of JSON. InvariantError when it breaks one: it is never handed on."""
+    check(sample)
     # the standard library's JSON: a call may hold integers of any size, a column may hold NaN
     return json.dumps(sample.to_dict()) + "\n"
 

@@ -1,8 +1,8 @@
 """The invariants R3.1 to R3.7 of a sample, each a function with its code. Full checks, O(T).
 
 The guards compare lengths on every transition; these run once before COMPLETED or TRUNCATED
-(`states.guards.sound`), and in `fsm-rollout verify`. What only a sample with an outcome can hold
-stands in AT_REST.
+(`states.guards.sound`), again at export, and in `fsm-rollout verify`. What only a sample with an
+outcome can hold stands in AT_REST.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def violations(sample: Sample, *, at_rest: bool = False) -> list[Violation]:
 
 
 def check(sample: Sample) -> None:
-    """Raise InvariantError with the first violation, naming the sample."""
-    for violation in violations(sample):
+    """Raise InvariantError with the first violation of a sample at rest, naming it."""
+    for violation in violations(sample, at_rest=True):
         raise InvariantError(violation.code, f"sample {sample.sample_id}: {violation.message}")
 
 

@@ -120,12 +120,12 @@ class Loop:
     # -- one status --------------------------------------------------------------------------------
 
     async def _start(self, request: Request) -> None:
-        request.error = ""
+        request.error, seq = "", request.seq
         if not request.sample.columns.length:
             ids = request.prompt_ids
             if ids is None:
                 ids = await self._encoded(request, self.codec.prompt_async(request.prompt))
-            if ids is None:
+            if ids is None or request.seq != seq:
                 return
             if not ids:
                 return self._abort(request, StopReason.PROMPT_OVERFLOW, "the prompt has no tokens")
@@ -135,7 +135,7 @@ class Loop:
                 return self._abort(request, StopReason.PROMPT_OVERFLOW, str(error))
         if needs_observation(request):  # resumed while its tools ran
             self.machine.settle(Event.OBSERVE, request)
-        elif not request.is_done:
+        else:
             self.machine.settle(Event.GENERATE, request)
 
     async def _generate(self, request: Request) -> None:

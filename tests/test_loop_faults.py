@@ -454,3 +454,24 @@ def test_what_a_reward_function_does_to_the_metadata_stays_with_its_request() ->
     (group,) = asyncio.run(rollout.generate([row], num_samples=3))
     assert [request.metadata["seen"] for request in group.requests] == [[0], [1], [2]]
     assert row["metadata"] == {"seen": []}
+
+
+def test_a_request_that_ends_while_its_prompt_is_encoded_stays_as_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def slow(*_: Any) -> list[int]:
+        await asyncio.sleep(0.05)
+        return [1, 2, 3]
+
+    rollout = Rollout(ScriptedEngine(["done"], tokenizer=TOKENIZER), TOKENIZER)
+    monkeypatch.setattr(rollout.codec, "prompt_async", slow)
+    request = Request("hello")
+
+    async def drive() -> None:
+        task = asyncio.create_task(rollout.run(request))
+        await asyncio.sleep(0.02)
+        rollout.loop.machine.fire(Event.TRUNCATE, request, StopReason.TIMEOUT)
+        await task
+
+    asyncio.run(drive())
+    assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.TIMEOUT)

@@ -15,7 +15,7 @@ from typing import Any
 import fsm_rollout
 from fsm_rollout.dataset import PromptRow, read_rows, read_samples, write_samples
 from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import samples_of
 from fsm_rollout.rollout import Rollout
@@ -282,3 +282,12 @@ def test_limits_that_contradict_name_their_fields(limits: dict[str, Any]) -> Non
     with pytest.raises(ConfigError) as raised:
         Limits(**limits)
     assert all(name in str(raised.value) for name in limits)
+
+
+def test_a_sample_that_was_broken_after_the_fact_is_withheld(tmp_path: Path) -> None:
+    (group,) = fsm_rollout.run(Rollout(scripted("yes"), TOKENIZER).generate(["a"]))
+    (sample,) = group.samples
+    sample.turns[0].finish = "length"
+    with pytest.raises(InvariantError, match=r"sample 0-0: .*stop"):
+        write_samples(tmp_path / "samples.jsonl", [sample])
+    assert not list(tmp_path.iterdir())
