@@ -2,34 +2,27 @@
 
 T = prompt + response tokens, R = response tokens. Only Sample writes here. A write validates
 everything, then commits everything: a refused one leaves every byte as it was. 9 bytes per token,
-O(new tokens) per append.
+about 6 more while an engine over HTTP is sent them; O(new tokens) per append.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fsm_rollout.arrays import Floats, Ints, fits, float32, int32, view
 from fsm_rollout.errors import ConfigError, InvariantError
 
-Ints: TypeAlias = Sequence[int] | npt.NDArray[Any] | bytes | bytearray | memoryview | str
-"""token ids: list, array, numpy array, torch tensor, raw int32 bytes, or base64 of them (SGLang)"""
-Floats: TypeAlias = Sequence[float] | npt.NDArray[Any] | bytes | bytearray | memoryview | str
-"""log-probs: the same with float32"""
+if TYPE_CHECKING:
+    from fsm_rollout.replay_columns import ReplayColumns, Reported
+
 WeightVersion: TypeAlias = str | int | None
 """which weights sampled a token; None: the engine did not say"""
-
-LOG_PROB_CEILING = 1e-6
-"""float32 rounding may lift log(1) above 0 by this much"""
-LOG_PROB_FLOOR = -100.0
-"""below it stands no probability but a clamp, like vLLM's -9999"""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -60,7 +53,7 @@ class Column(msgspec.Struct, frozen=True):
             whole = not self.dtype.startswith("float")
             if raw.ndim != 1 or (raw.size and raw.dtype.kind not in ("iub" if whole else "iubf")):
                 raise TypeError(f"got shape {raw.shape} of {raw.dtype}")
-            if whole and not _fits(raw, self.dtype):
+            if whole and not fits(raw, self.dtype):
                 raise OverflowError(f"{raw.min()} to {raw.max()} do not fit")
             return array(_TYPECODE[self.dtype], raw.astype(self.dtype).tobytes())
         except (TypeError, ValueError, OverflowError) as error:
@@ -72,59 +65,23 @@ class Column(msgspec.Struct, frozen=True):
 _TYPECODE = {"float32": "f", "float64": "d", "int32": "i", "int64": "q", "uint8": "B"}
 
 
-def int32(values: Ints) -> npt.NDArray[np.int32]:
-    """`values` as int32 [N]. InvariantError R3.1.ids unless 1-D, whole, >= 0 and below 2**31."""
-    ids = _numbers(values, "i", np.int32, "R3.1.ids", "token ids")
-    if ids.size and int(ids.min()) < 0:
-        raise InvariantError("R3.1.ids", f"token id {int(ids.min())} is negative")
-    return ids
+class Prompt:
+    """The ids of a prompt, checked once and shared by the requests of a group. Never changed."""
 
+    __slots__ = ("_json", "ids")
 
-def float32(values: Floats) -> npt.NDArray[np.float32]:
-    """`values` as float32 [N]. InvariantError R3.3 for a NaN, infinity, positive one or clamp."""
-    log_probs = _numbers(values, "f", np.float32, "R3.3.log_probs", "log-probs")
-    if log_probs.size:
-        low, high = float(log_probs.min()), float(log_probs.max())  # NaN poisons both
-        if not (low >= LOG_PROB_FLOOR and high <= LOG_PROB_CEILING):
-            good = (log_probs >= LOG_PROB_FLOOR) & (log_probs <= LOG_PROB_CEILING)
-            at = int(np.argmin(good))
-            raise InvariantError(
-                "R3.3.log_probs",
-                f"log-prob {log_probs[at]} at position {at} of {log_probs.size}: "
-                f"it must be finite, <= 0 and >= {LOG_PROB_FLOOR}",
-            )
-    return log_probs
+    def __init__(self, ids: Ints) -> None:
+        self.ids = array("i", int32(ids).tobytes())
+        self._json = b""
 
+    def __len__(self) -> int:
+        return len(self.ids)
 
-def _numbers(values: Any, typecode: str, dtype: Any, code: str, what: str) -> npt.NDArray[Any]:
-    try:
-        if isinstance(values, (list, tuple)):
-            return np.frombuffer(array(typecode, values), dtype) if values else np.empty(0, dtype)
-        if isinstance(values, str):
-            values = base64.b64decode(values, validate=True)
-        if isinstance(values, memoryview) and values.format == "B":
-            values = bytes(values)
-        if isinstance(values, (bytes, bytearray)):
-            return np.frombuffer(values, dtype) if values else np.empty(0, dtype)
-        if detach := getattr(values, "detach", None):  # a torch tensor, without importing torch
-            tensor = detach().cpu()
-            values = (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-        raw = np.asarray(values)
-        if raw.ndim != 1:
-            raise InvariantError(code, f"{what} must be one-dimensional, got shape {raw.shape}")
-        if raw.size and raw.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
-            raise InvariantError(code, f"{what} must be {np.dtype(dtype)}, got {raw.dtype}")
-        if dtype is np.int32 and not _fits(raw, dtype):
-            raise InvariantError(code, f"{what} do not fit into int32: up to {raw.max()}")
-        with np.errstate(over="ignore"):  # what overflows becomes an infinity, which is refused
-            return np.ascontiguousarray(raw, dtype)
-    except (TypeError, ValueError, OverflowError, binascii.Error) as error:
-        raise InvariantError(code, f"{what} must be {np.dtype(dtype)} numbers: {error}") from error
-
-
-def _fits(values: npt.NDArray[Any], dtype: Any) -> bool:
-    span = np.iinfo(dtype)
-    return not values.size or span.min <= int(values.min()) <= int(values.max()) <= span.max
+    def encoded(self) -> bytes:
+        """The ids as JSON array items, encoded once for all."""
+        if not self._json and self.ids:
+            self._json = msgspec.json.encode(self.ids.tolist())[1:-1]
+        return self._json
 
 
 class Columns:
@@ -137,26 +94,34 @@ class Columns:
     __slots__ = (
         "_extra",
         "_ids",
+        "_json",
         "_log_probs",
         "_mask",
+        "_num_in_json",
+        "_prompt",
         "declared",
         "is_sealed",
         "num_sampled",
         "num_trained",
         "prompt_length",
+        "replay",
     )
 
     def __init__(
-        self, prompt: Ints = (), *, log_probs: bool = True, declared: Iterable[Column] = ()
+        self, prompt: Ints | Prompt = (), *, log_probs: bool = True, declared: Iterable[Column] = ()
     ) -> None:
-        ids = int32(prompt)
-        self.prompt_length = len(ids)
+        self._prompt = prompt if isinstance(prompt, Prompt) else None
+        self._ids = (
+            prompt.ids[:] if isinstance(prompt, Prompt) else array("i", int32(prompt).tobytes())
+        )
+        self.prompt_length = len(self._ids)
         self.num_sampled = 0
         self.num_trained = 0
         self.is_sealed = False
-        self._ids = array("i", ids.tobytes())
         self._mask = bytearray()
         self._log_probs = array("f") if log_probs else None
+        self._json, self._num_in_json = bytearray(), 0
+        self.replay: ReplayColumns | None = None
         self.declared = {column.name: column for column in declared}
         self._extra = {
             name: column.cast([column.fill]) * (self.prompt_length if column.per == "T" else 0)
@@ -189,6 +154,19 @@ class Columns:
             len(self._mask) == response
             and (log_probs is None or len(log_probs) == response)
             and (not self._extra or all(len(a) == self._rows(n) for n, a in self._extra.items()))
+            and (self.replay is None or self.replay.is_aligned(len(self._ids), response))
+        )
+
+    @property
+    def lengths(self) -> str:
+        """All of them, for a message."""
+        log_probs, held = self._log_probs, len(self._mask)
+        return (
+            f"{self.length} tokens, prompt_length {self.prompt_length}, response_length "
+            f"{self.response_length}, {held} loss_mask, "
+            f"{held if log_probs is None else len(log_probs)} rollout_log_probs"
+            + "".join(f", {len(values)} {name}" for name, values in self._extra.items())
+            + ("" if self.replay is None else f", {self.replay.lengths}")
         )
 
     @property
@@ -215,19 +193,49 @@ class Columns:
         """A declared column, [T] or [R]."""
         return self._view(self._extra[name], np.dtype(self.declared[name].dtype))
 
-    def response_ids(self, start: int = 0, stop: int | None = None) -> list[int]:
-        """Response tokens [start, stop) as a list, O(stop - start)."""
+    def live(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32] | None]:
+        """Loss mask and log-probs as views: nothing can be written before both are let go."""
+        log_probs = self._log_probs
+        return (
+            view(self._mask, np.uint8),
+            None if log_probs is None else view(log_probs, np.float32),
+        )
+
+    def response_tokens(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.int32]:
+        """int32: a read-only copy of response tokens [start, stop), O(stop - start)."""
         stop = self.response_length if stop is None else stop
-        return self._ids[self.prompt_length + start : self.prompt_length + stop].tolist()
+        return view(self._ids[self.prompt_length + start : self.prompt_length + stop], np.int32)
+
+    def response_ids(self, start: int = 0, stop: int | None = None) -> list[int]:
+        """The same as a list."""
+        ids: list[int] = self.response_tokens(start, stop).tolist()
+        return ids
+
+    def encoded(self) -> bytearray:
+        """The ids as JSON array items, `1,2,3`; read only, until the next write.
+
+        Kept between the turns: each id is encoded once.
+        """
+        if self._prompt is not None and not self._json:
+            self._json += self._prompt.encoded()
+            self._num_in_json = len(self._prompt)
+        if self._num_in_json < len(self._ids):
+            new = msgspec.json.encode(self._ids[self._num_in_json :].tolist())
+            if self._json:
+                self._json += b","
+            self._json += memoryview(new)[1:-1]
+            self._num_in_json = len(self._ids)
+        return self._json
+
+    def seal(self) -> None:
+        """Nothing changes any more; reading becomes zero-copy."""
+        self.is_sealed = True
+        if self.replay is not None:
+            self.replay.is_sealed = True
+        self._json, self._num_in_json = bytearray(), 0
 
     def _view(self, buffer: Any, dtype: Any) -> npt.NDArray[Any]:
-        if (
-            not self.is_sealed
-        ):  # a live view would pin the buffer: the next append could not grow it
-            return np.array(memoryview(buffer), dtype) if len(buffer) else np.empty(0, dtype)
-        view = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
-        view.flags.writeable = False
-        return view
+        return view(buffer, dtype, copied=not self.is_sealed)
 
     def _rows(self, name: str) -> int:
         return self.length if self.declared[name].per == "T" else self.response_length
@@ -235,31 +243,33 @@ class Columns:
     # -- write (Sample only) -----------------------------------------------------------------------
 
     def checked_log_probs(
-        self, log_probs: Floats | None, count: int, trainable: bool, where: str
+        self, log_probs: Floats | None, count: int, trainable: bool, where: Callable[[], str]
     ) -> npt.NDArray[np.float32] | None:
         """float32 [count] for sampled tokens, None for all others, or InvariantError."""
         if not trainable or self._log_probs is None:
             if log_probs is not None and len(log_probs):
                 why = "this run is declared to have" if trainable else "tokens not sampled have"
                 raise InvariantError(
-                    "R3.3.log_probs", f"{len(log_probs)} log-probs for {where}, but {why} none"
+                    "R3.3.log_probs", f"{len(log_probs)} log-probs for {where()}, but {why} none"
                 )
             return None
         if log_probs is None:
             raise InvariantError(
                 "missing_log_probs",
-                f"{count} sampled tokens of {where} came without log-probs; "
+                f"{count} sampled tokens of {where()} came without log-probs; "
                 "ask the engine to return them",
             )
         values = float32(log_probs)
         if len(values) != count:
             raise InvariantError(
-                "R3.1.lengths", f"{len(values)} log-probs for {count} tokens of {where}"
+                "R3.1.lengths", f"{len(values)} log-probs for {count} tokens of {where()}"
             )
         return values
 
     def checked_extra(self, extra: Mapping[str, Any] | None, count: int) -> dict[str, array[Any]]:
         """The values of every declared column for `count` new tokens, or InvariantError."""
+        if not extra and not self.declared:
+            return {}
         given = dict(extra or {})
         rows = {}
         for name, column in self.declared.items():
@@ -286,6 +296,7 @@ class Columns:
         extra: Mapping[str, array[Any]],
         *,
         sampled: bool,
+        reported: Reported | None = None,
     ) -> None:
         """Add tokens that were already checked; not sampled: mask 0 and log-prob 0.0."""
         count, before = len(ids), (len(self._ids), len(self._mask))
@@ -298,6 +309,9 @@ class Columns:
                 )
             for name, values in extra.items():
                 self._extra[name].extend(values)
+            if reported is not None:
+                reported.replay.extend(before[1], count, reported)
+                self.replay = reported.replay
         except BaseException:  # out of memory half-way: take everything back
             self._cut(*before)
             raise
@@ -318,11 +332,15 @@ class Columns:
 
     def _cut(self, total: int, response: int) -> None:
         del self._ids[total:]
+        if self._num_in_json > total:
+            self._json, self._num_in_json = bytearray(), 0
         del self._mask[response:]
         if self._log_probs is not None:
             del self._log_probs[response:]
         for name, values in self._extra.items():
             del values[total if self.declared[name].per == "T" else response :]
+        if self.replay is not None:
+            self.replay.cut(total, response)
 
     @classmethod
     def restore(
@@ -335,6 +353,7 @@ class Columns:
         num_sampled: int,
         declared: Iterable[Column] = (),
         extra: Mapping[str, Sequence[Any]] | None = None,
+        replay: ReplayColumns | None = None,
     ) -> Columns:
         """Columns as they were written down, unchecked: `invariants.violations` judges them."""
         columns = cls(tokens, log_probs=log_probs is not None, declared=declared)
@@ -344,6 +363,7 @@ class Columns:
             columns._log_probs = array("f", log_probs)
         for name, values in (extra or {}).items():
             columns._extra[name] = columns.declared[name].cast(values)
+        columns.replay = replay
         columns.num_sampled = num_sampled
         columns.num_trained = columns._mask.count(1)
         return columns

@@ -9,17 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from fsm_rollout.columns import LOG_PROB_CEILING, LOG_PROB_FLOOR
+from fsm_rollout.arrays import LOG_PROB_CEILING, LOG_PROB_FLOOR
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.replay import TopP, not_kept
+from fsm_rollout.replay_columns import ReplayColumns
 from fsm_rollout.sample import Sample
 from fsm_rollout.turn import FINISHES, LOG_PROB_KINDS
 
-Check = Callable[[Sample], Iterator[str]]
+
+class Look:
+    """What the checks of one sample look at; its arrays are not copied, so let go of it soon."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+        self.loss_mask, self.log_probs = sample.columns.live()
+
+    @cached_property
+    def sampled(self) -> npt.NDArray[np.bool_]:
+        """bool [R]: the policy's engine returned the token."""
+        return self.sample.sampled.view(np.bool_)
+
+
+Check = Callable[[Look], Iterator[str]]
 INVARIANTS: dict[str, Check] = {}
 """what holds at any time"""
 AT_REST: dict[str, Check] = {}
@@ -27,6 +45,7 @@ AT_REST: dict[str, Check] = {}
 
 _ECHOES = frozenset({StopReason.STOP, StopReason.LENGTH, StopReason.REPETITION})
 """stop reasons that say how the last model turn finished; others come from elsewhere"""
+_FINISHES, _KINDS = frozenset({None, *FINISHES}), frozenset({None, *LOG_PROB_KINDS})
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -45,8 +64,9 @@ def violations(sample: Sample, *, at_rest: bool = False) -> list[Violation]:
     `at_rest`: as a sample that was delivered, which must have an outcome that fits its turns.
     """
     found: list[Violation] = []
+    look = Look(sample)
     for code, check in (*INVARIANTS.items(), *(AT_REST.items() if at_rest else ())):
-        found += [Violation(code, message) for message in check(sample)]
+        found += [Violation(code, message) for message in check(look)]
         if code == "R3.1" and found:
             break
     return found
@@ -67,20 +87,13 @@ def _invariant(code: str, checks: dict[str, Check] = INVARIANTS) -> Callable[[Ch
 
 
 @_invariant("R3.1")
-def lengths_agree(sample: Sample) -> Iterator[str]:
+def lengths_agree(look: Look) -> Iterator[str]:
     """tokens = prompt + response; every response column has R entries; the turns tile them."""
-    columns = sample.columns
-    mask = len(columns.loss_mask)
-    log_probs = columns.rollout_log_probs
-    size = mask if log_probs is None else len(log_probs)
+    columns = look.sample.columns
     if not columns.is_aligned:
-        yield (
-            f"{columns.length} tokens, prompt_length {columns.prompt_length}, response_length "
-            f"{columns.response_length}, {mask} loss_mask, {size} rollout_log_probs"
-            + "".join(f", {len(columns.extra(name))} {name}" for name in columns.declared)
-        )
+        yield columns.lengths
     at = 0
-    for number, turn in enumerate(sample.turns):
+    for number, turn in enumerate(look.sample.turns):
         if turn.start != at or turn.stop < turn.start:
             yield f"turn {number} spans [{turn.start}, {turn.stop}), but {at} tokens precede it"
         at = turn.stop
@@ -89,49 +102,50 @@ def lengths_agree(sample: Sample) -> Iterator[str]:
 
 
 @_invariant("R3.2")
-def only_sampled_tokens_are_trained(sample: Sample) -> Iterator[str]:
+def only_sampled_tokens_are_trained(look: Look) -> Iterator[str]:
     """loss_mask is 0 or 1, and 1 only on tokens that the policy sampled."""
-    mask = sample.loss_mask
-    if mask.size and int(mask.max()) > 1:
-        yield f"loss_mask holds {int(mask.max())}; it must hold 0 and 1"
-    strange = np.flatnonzero(mask & ~sample.sampled.astype(bool))
-    if strange.size:
+    mask, sampled = look.loss_mask, look.sampled
+    if not (wrong := (mask > sampled.view(np.uint8)).nonzero()[0]).size:
+        return
+    if (most := int(mask.max())) > 1:
+        yield f"loss_mask holds {most}; it must hold 0 and 1"
+    if (strange := wrong[~sampled[wrong]]).size:
         yield f"{strange.size} trained tokens were not sampled, the first at {strange[0]} of R"
 
 
 @_invariant("R3.3")
-def log_probs_belong_to_sampled_tokens(sample: Sample) -> Iterator[str]:
+def log_probs_belong_to_sampled_tokens(look: Look) -> Iterator[str]:
     """Finite, <= 1e-6 and above the floor on sampled tokens, exactly 0.0 on all others.
 
     What a turn records of them is known: their kind, a finite temperature.
     """
-    for number, turn in enumerate(sample.turns):
-        if turn.log_prob_kind not in (None, *LOG_PROB_KINDS):
+    for number, turn in enumerate(look.sample.turns):
+        if turn.log_prob_kind not in _KINDS:
             yield f"turn {number}: log_prob_kind {turn.log_prob_kind!r} is not {LOG_PROB_KINDS}"
         if turn.temperature is not None and not 0 <= turn.temperature < math.inf:
             yield f"turn {number}: temperature is {turn.temperature}"
-    log_probs = sample.rollout_log_probs
+    log_probs, sampled = look.log_probs, look.sampled
     if log_probs is None:
         return
-    sampled = sample.sampled.astype(bool)
     good = (log_probs >= LOG_PROB_FLOOR) & (log_probs <= LOG_PROB_CEILING)  # NaN is not good
-    bad = np.flatnonzero(sampled & ~good)
-    if bad.size:
+    good &= sampled | (log_probs == 0)
+    if not (wrong := (~good).nonzero()[0]).size:
+        return
+    if (bad := wrong[sampled[wrong]]).size:
         yield f"{bad.size} log-probs out of range, {log_probs[bad[0]]} at {bad[0]} of R"
-    extra = np.flatnonzero(~sampled & ~(log_probs == 0))
-    if extra.size:
+    if (extra := wrong[~sampled[wrong]]).size:
         yield f"{extra.size} tokens that were not sampled have a log-prob, the first at {extra[0]}"
 
 
 @_invariant("R3.4")
-def version_runs_tile_the_sampled_tokens(sample: Sample) -> Iterator[str]:
-    """A turn's runs (version, count) sum up to its sampled tokens.
+def runs_and_replay_cover_the_sampled_tokens(look: Look) -> Iterator[str]:
+    """A turn's runs (version, count) sum up to its sampled tokens, replay data covers just these.
 
-    Forced spans lie in it, in order and disjoint. An observation has neither.
+    Forced spans lie in the turn, in order and disjoint. An observation has none of all this.
     """
-    for number, turn in enumerate(sample.turns):
-        covered = sum(count for _, count in turn.weight_versions)
-        if covered != turn.num_sampled or any(count < 1 for _, count in turn.weight_versions):
+    for number, turn in enumerate(look.sample.turns):
+        counts = [count for _, count in turn.weight_versions]
+        if sum(counts) != turn.num_sampled or min(counts or [1]) < 1:
             yield (
                 f"turn {number}: version runs {turn.weight_versions} for {turn.num_sampled} "
                 "sampled tokens"
@@ -144,14 +158,38 @@ def version_runs_tile_the_sampled_tokens(sample: Sample) -> Iterator[str]:
             at = stop
         if turn.forced and turn.kind != "model":
             yield f"turn {number}: forced {turn.forced} in an observation"
+    if (replay := look.sample.columns.replay) is not None:
+        yield from _replay_covers_the_sampled_tokens(look, replay)
+
+
+def _replay_covers_the_sampled_tokens(look: Look, replay: ReplayColumns) -> Iterator[str]:
+    columns, sampled = look.sample.columns, look.sampled
+    ids, offsets = replay.top_p_ids, replay.top_p_offsets
+    if ids is not None and offsets is not None:
+        sizes = np.diff(offsets)
+        if offsets[0] != 0 or (sizes < 0).any():
+            yield f"top-p offsets start at {offsets[0]} and must not fall: {sizes.min(initial=0)}"
+        else:
+            lacks = not_kept(TopP(ids, offsets), columns.response_tokens())
+            strange = np.flatnonzero(np.where(sampled, lacks, sizes))
+            if strange.size:
+                yield (
+                    f"{strange.size} tokens are not among their own top-p ids, or were not sampled "
+                    f"and have some, the first at {strange[0]} of R"
+                )
+    if replay.row is not None and sampled.any():
+        forwarded = columns.prompt_length + int(np.flatnonzero(sampled)[-1])
+        if replay.num_rows < forwarded:
+            yield f"{replay.num_rows} expert rows, the engine forwarded at least {forwarded} tokens"
 
 
 @_invariant("R3.5")
-def budgets_hold(sample: Sample) -> Iterator[str]:
+def budgets_hold(look: Look) -> Iterator[str]:
     """len(tokens) <= max_context, response <= max_response (known in flight)."""
-    if sample.request is None:
+    request, columns = look.sample.request, look.sample.columns
+    if request is None:
         return
-    limits, columns = sample.request.limits, sample.columns
+    limits = request.limits
     if columns.length > limits.max_context:
         yield f"{columns.length} tokens > max_context {limits.max_context}"
     if limits.max_response is not None and columns.response_length > limits.max_response:
@@ -159,8 +197,9 @@ def budgets_hold(sample: Sample) -> Iterator[str]:
 
 
 @_invariant("R3.6")
-def the_outcome_agrees(sample: Sample) -> Iterator[str]:
+def the_outcome_agrees(look: Look) -> Iterator[str]:
     """Status, stop reason, finishes, reward fit; a sample with nothing to train says so."""
+    sample = look.sample
     reason = sample.stop_reason
     if reason is not None and reason.status is not sample.status:
         yield f"stop reason {reason} belongs to {reason.status}, the status is {sample.status}"
@@ -173,18 +212,19 @@ def the_outcome_agrees(sample: Sample) -> Iterator[str]:
         if value is not None and not math.isfinite(value):
             yield f"{name} is {value}"
     for number, turn in enumerate(sample.turns):
-        if turn.finish not in (None, *FINISHES):
+        if turn.finish not in _FINISHES:
             yield f"turn {number}: finish {turn.finish!r} is not one of {sorted(FINISHES)}"
         if turn.reward is not None and not math.isfinite(turn.reward):
             yield f"turn {number}: reward is {turn.reward}"
 
 
 @_invariant("R3.7")
-def media_spans_lie_inside(sample: Sample) -> Iterator[str]:
+def media_spans_lie_inside(look: Look) -> Iterator[str]:
     """Spans are in order, disjoint, inside the tokens, and cover none that was sampled."""
+    sample = look.sample
     if not sample.media:
         return
-    at, prompt, sampled = 0, sample.prompt_length, sample.sampled
+    at, prompt, sampled = 0, sample.prompt_length, look.sampled
     for number, span in enumerate(sample.media):
         stop = span.start + span.length
         if span.start < at or span.length < 1 or stop > sample.columns.length:
@@ -195,9 +235,9 @@ def media_spans_lie_inside(sample: Sample) -> Iterator[str]:
 
 
 @_invariant("R3.4", AT_REST)
-def calls_lie_in_their_turn(sample: Sample) -> Iterator[str]:
+def calls_lie_in_their_turn(look: Look) -> Iterator[str]:
     """A call's tokens are tokens of the turn that made it."""
-    for number, turn in enumerate(sample.turns):
+    for number, turn in enumerate(look.sample.turns):
         size = turn.stop - turn.start
         for call in turn.calls:
             if call.span is not None and not 0 <= call.span[0] <= call.span[1] <= size:
@@ -205,8 +245,9 @@ def calls_lie_in_their_turn(sample: Sample) -> Iterator[str]:
 
 
 @_invariant("R3.6", AT_REST)
-def the_turns_agree_with_the_outcome(sample: Sample) -> Iterator[str]:
+def the_turns_agree_with_the_outcome(look: Look) -> Iterator[str]:
     """The request has ended, and as its last model turn says; a COMPLETED one closed that turn."""
+    sample = look.sample
     if not sample.status.is_terminal:
         yield f"status {sample.status}: it has not ended"
     reason = sample.stop_reason

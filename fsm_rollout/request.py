@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fsm_rollout.columns import Column, Columns, Ints
+from fsm_rollout.arrays import Ints
+from fsm_rollout.columns import Column, Columns, Prompt
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.limits import TERMINAL, Limits, Status, StopReason
 from fsm_rollout.sample import Sample
@@ -30,7 +31,7 @@ class Request:
 
     prompt: Any = None
     """messages, or a string that stands for one user message"""
-    prompt_ids: Sequence[int] | None = None
+    prompt_ids: Ints | Prompt | None = None
     """the prompt's tokens, rendered once per group; None: the loop renders them"""
     index: int = 0
     """unique in a run"""
@@ -58,7 +59,8 @@ class Request:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """what its tools counted: tool_errors, tool_timeouts …, and metrics of their own"""
+    """what its tools counted: tool_errors, tool_timeouts …, and metrics of their own; what its
+    engine counted: engine/prompt_tokens, engine/cached_tokens …"""
     session: Session | None = None
     is_sealed: bool = False
     _status: Status = Status.PENDING
@@ -131,7 +133,7 @@ class Request:
 
     # -- write -------------------------------------------------------------------------------------
 
-    def set_prompt(self, ids: Ints) -> None:
+    def set_prompt(self, ids: Ints | Prompt) -> None:
         """Set the prompt tokens of the first sample; see `Sample.set_prompt`."""
         self.samples[-1].set_prompt(ids)
 
@@ -161,7 +163,7 @@ class Request:
             sample.reward, sample.reward_parts = self.reward, dict(self.reward_parts)
             sample.remove_sample |= not sample.columns.num_trained
             sample.request = None
-            sample.columns.is_sealed = True
+            sample.columns.seal()
         self.is_sealed = True
 
 

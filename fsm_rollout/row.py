@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fsm_rollout.columns import Column
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.columns import Column, Columns
+from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.replay_columns import ReplayColumns
 from fsm_rollout.turn import Media, Turn
 
 SCHEMA_VERSION = 1
@@ -46,6 +47,10 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: list[Int32]
     loss_mask: list[Byte]
     rollout_log_probs: list[float] | None
+    rollout_top_p_token_ids: list[Int32] | None = None
+    rollout_top_p_token_offsets: list[Int32] | None = None
+    rollout_routed_experts: str | None = None
+    """base64 of .npy"""
     columns: list[ColumnRow]
     turns: list[Turn]
     media: list[Media]
@@ -55,6 +60,26 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     remove_sample: bool
     non_generation_time: float
     extra: dict[str, Any]
+
+    def restored(self) -> Columns:
+        """The columns as they were written. ConfigError where one cannot be read."""
+        try:
+            return Columns.restore(
+                self.tokens,
+                self.prompt_length,
+                self.loss_mask,
+                self.rollout_log_probs,
+                num_sampled=sum(turn.num_sampled for turn in self.turns),
+                declared=[entry.column for entry in self.columns],
+                extra={entry.column.name: entry.values for entry in self.columns},
+                replay=ReplayColumns.restore(
+                    self.rollout_top_p_token_ids,
+                    self.rollout_top_p_token_offsets,
+                    self.rollout_routed_experts,
+                ),
+            )
+        except InvariantError as error:
+            raise ConfigError(f"sample row {self.sample_id!r}: {error}") from error
 
 
 def row_from(values: Mapping[str, Any]) -> Row:

@@ -16,11 +16,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.columns import Columns, Floats, Ints, int32
-from fsm_rollout.errors import ConfigError, InvariantError
+from fsm_rollout.arrays import Floats, Ints, int32
+from fsm_rollout.columns import Columns, Prompt
+from fsm_rollout.errors import InvariantError
 from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.replay_columns import reported
 from fsm_rollout.row import ColumnRow, Row, row_from
-from fsm_rollout.turn import Media, Run, ToolCall, Turn, checked_meta, extend_runs
+from fsm_rollout.turn import (
+    Media,
+    Run,
+    ToolCall,
+    Turn,
+    chat_view,
+    checked_meta,
+    engine_ids,
+    runs_of,
+    sampled_of,
+)
 
 if TYPE_CHECKING:
     from fsm_rollout.request import Request
@@ -99,6 +111,24 @@ class Sample:
         return self.columns.rollout_log_probs
 
     @property
+    def rollout_top_p_token_ids(self) -> npt.NDArray[np.int32] | None:
+        """int32 [K]: the ids that top-p kept for each response token; None: never reported."""
+        replay = self.columns.replay
+        return None if replay is None else replay.top_p_ids
+
+    @property
+    def rollout_top_p_token_offsets(self) -> npt.NDArray[np.int32] | None:
+        """int32 [R + 1]: where each token's ids start; tokens not sampled have none."""
+        replay = self.columns.replay
+        return None if replay is None else replay.top_p_offsets
+
+    @property
+    def rollout_routed_experts(self) -> npt.NDArray[Any] | None:
+        """[n <= T - 1, layers, k] in the engine's dtype: rows of tokens that were forwarded."""
+        replay = self.columns.replay
+        return None if replay is None else replay.routed_experts
+
+    @property
     def prompt_length(self) -> int:
         """Prompt tokens."""
         return self.columns.prompt_length
@@ -111,21 +141,12 @@ class Sample:
     @property
     def sampled(self) -> npt.NDArray[np.uint8]:
         """uint8 [R]: 1 where the policy's engine returned the token, whatever is trained."""
-        sampled = np.zeros(self.response_length, np.uint8)
-        for turn in self.turns:
-            if turn.kind == "model":
-                sampled[turn.start : turn.stop] = 1
-                for start, stop in turn.forced:
-                    sampled[start:stop] = 0
-        return sampled
+        return sampled_of(self.turns, self.response_length)
 
     @property
     def weight_versions(self) -> list[Run]:
         """Runs (version, count) that tile the sampled tokens."""
-        runs: list[Run] = []
-        for turn in self.turns:
-            extend_runs(runs, turn.weight_versions)
-        return runs
+        return runs_of(self.turns)
 
     @property
     def open_turn(self) -> Turn | None:
@@ -144,27 +165,15 @@ class Sample:
 
         The content of a turn that was cut is the whole one; its span is what stayed.
         """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        view = [{**message, "span": None} for message in prompt or []]
-        for turn in self.turns:
-            span = (self.prompt_length + turn.start, self.prompt_length + turn.stop)
-            view += [{**message, "span": span} for message in turn.messages]
-        return view
+        return chat_view(self.prompt, self.prompt_length, self.turns)
 
     def engine_ids(self) -> npt.NDArray[np.int32]:
         """int32: what an engine is sent, one placeholder id in place of each media span."""
-        if not self.media:
-            return self.tokens
-        keep = np.ones(self.columns.length, bool)
-        for span in self.media:
-            keep[span.start + 1 : span.start + span.length] = False
-        return self.tokens[keep]
+        return engine_ids(self.tokens, self.media)
 
     # -- write -------------------------------------------------------------------------------------
 
-    def set_prompt(self, ids: Ints) -> None:
+    def set_prompt(self, ids: Ints | Prompt) -> None:
         """Set the prompt tokens, once, before anything was generated.
 
         Raises InvariantError: R3.5.prompt when they do not fit the limits, R3.closed too late.
@@ -207,7 +216,8 @@ class Sample:
         trainable: sampled by the policy (mask 1), or an observation (mask 0).
         forced: untrained tokens inside a model turn (a prefill, a budget-forced `</think>`).
         meta_info: `finish_reason` (a string or `{"type": ...}`), `weight_version` or
-        `weight_versions` (runs), `temperature`, `top_p`, `log_prob_kind`; the rest is ignored.
+        `weight_versions` (runs), `temperature`, `top_p`, `log_prob_kind`, and replay data as
+        `replay.top_p_of` and `replay.routed_experts_of` read it; the rest is ignored.
         text: what the tokens say, kept in `response`.
         extra: values [N] of declared columns.
         update_terminal_info: False for all but the last chunk of a stream: the turn stays open.
@@ -222,7 +232,7 @@ class Sample:
             )
         ids = int32(tokens)
         count = len(ids)
-        sampled = self.columns.checked_log_probs(log_probs, count, trainable, self._where())
+        sampled = self.columns.checked_log_probs(log_probs, count, trainable, self._where)
         if count > self.room:
             raise InvariantError(
                 "R3.5.room", f"{count} tokens for {self._where()}, which has room for {self.room}"
@@ -230,11 +240,15 @@ class Sample:
         meta = checked_meta(meta_info, count, trainable=trainable)
         finish = meta.finish if update_terminal_info and (trainable or forced) else None
         rows = self.columns.checked_extra(extra, count)
-        if not isinstance(text, str | None):
+        new = None
+        if self.columns.replay is not None or meta.replay is not None:
+            ends, turn = update_terminal_info, self.open_turn
+            new = reported(meta.replay, ids, self.columns, sampled=trainable, turn=turn, ends=ends)
+        if text is not None and not isinstance(text, str):
             raise InvariantError("R3.6.text", f"text must be a string, got {type(text).__name__}")
 
         known = self.response if self.response_length else self.response or ""
-        self.columns.append(ids, sampled, rows, sampled=trainable)
+        self.columns.append(ids, sampled, rows, sampled=trainable, reported=new)
         if count or text is not None:
             self.response = None if text is None or known is None else known + text
         if count or finish is not None:
@@ -244,7 +258,7 @@ class Sample:
             turn.stop += count
             turn.finish = finish
             turn.take(meta)
-            self.num_versioned += sum(n for _, n in meta.runs)
+            self.num_versioned += sum([n for _, n in meta.runs])
 
     def truncate(self, response: int) -> int:
         """Keep the first `response` response tokens of every column, turn and span.
@@ -292,6 +306,7 @@ class Sample:
         if self.is_sealed:
             raise InvariantError("R3.closed", f"{self._where()} is sealed")
         self.columns.truncate(0, 0)
+        self.columns.replay = None
         self.turns, self.extra, self.reward_parts = [], {}, {}
         self.media = [m for m in self.media if m.start < self.prompt_length]
         self.response = self.reward = None
@@ -322,6 +337,7 @@ class Sample:
                 ColumnRow(column, columns.extra(name).tolist())
                 for name, column in columns.declared.items()
             ],
+            **({} if columns.replay is None else columns.replay.to_dict()),
         )
         plain: dict[str, Any] = msgspec.to_builtins(row)
         return plain
@@ -333,18 +349,7 @@ class Sample:
         Raises ConfigError that names the field of another schema or of a wrong type.
         """
         row = row_from(values)
-        try:
-            columns = Columns.restore(
-                row.tokens,
-                row.prompt_length,
-                row.loss_mask,
-                row.rollout_log_probs,
-                num_sampled=sum(turn.num_sampled for turn in row.turns),
-                declared=[entry.column for entry in row.columns],
-                extra={entry.column.name: entry.values for entry in row.columns},
-            )
-        except InvariantError as error:
-            raise ConfigError(f"sample row {row.sample_id!r}: {error}") from error
+        columns = row.restored()
         sample = cls(
             **{name: getattr(row, name) for name in _SAME},
             metadata=row.metadata,
@@ -355,7 +360,7 @@ class Sample:
             _status=row.status,
             _stop_reason=row.stop_reason,
         )
-        columns.is_sealed = True
+        columns.seal()
         return sample
 
     # -- parts of the writers ----------------------------------------------------------------------

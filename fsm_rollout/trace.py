@@ -18,10 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.limits import TERMINAL, Status
+from fsm_rollout.replay_columns import kept_per_trained_token
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.machine import Transition
 
+_ENGINE = "engine/"
+"""begins the names of what the engine counted, in Request.metrics"""
 _SHORT = {
     Status.PENDING: "pending",
     Status.GENERATING: "generating",
@@ -87,6 +90,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rewarded: int
     tool_metrics: dict[str, float]
     """summed over the requests: tool_errors, tool_timeouts …"""
+    engine_metrics: dict[str, float]
+    """summed over the requests: prompt_tokens, cached_tokens …"""
+    kept_per_trained_token: float | None
+    """mean number of ids that top-p kept, where the engine reports it"""
     sampled_tokens: int
     seconds: float
     tokens_per_s: float
@@ -94,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def table(self, title: str = "") -> Table:
         """The figures, a row each."""
         table = Table("", "", title=title, show_header=False, title_justify="left")
+        kept = self.kept_per_trained_token
         reward = "none" if self.reward is None else f"{self.reward:.3f} (of {self.rewarded})"
         for name, value in (
             ("requests", f"{self.requests} in {self.attempts} attempts"),
@@ -105,6 +113,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.tool_calls:.2f}, {self.invalid_calls} invalid in all",
             ),
             ("tools", _counts(self.tool_metrics) or "nothing to report"),
+            *([("engine", _counts(self.engine_metrics))] if self.engine_metrics else ()),
+            *([("ids kept by top-p", f"{kept:.1f} per trained token")] if kept else ()),
             ("mean reward", reward),
             ("sampled tokens", f"{self.sampled_tokens}, {self.tokens_per_s:.0f} per second"),
             ("seconds", f"{self.seconds:.1f}"),
@@ -132,7 +142,11 @@ def summarise(requests: Iterable[Request], seconds: float) -> Summary:
         invalid_calls=sum(request.num_invalid_calls for request in done),
         reward=fmean(rewards) if rewards else None,
         rewarded=len(rewards),
-        tool_metrics=dict(metrics),
+        tool_metrics={name: n for name, n in metrics.items() if not name.startswith(_ENGINE)},
+        engine_metrics={
+            name.removeprefix(_ENGINE): n for name, n in metrics.items() if name.startswith(_ENGINE)
+        },
+        kept_per_trained_token=kept_per_trained_token(samples),
         sampled_tokens=sampled,
         seconds=seconds,
         tokens_per_s=sampled / seconds if seconds else 0.0,

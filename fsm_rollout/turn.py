@@ -9,14 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from operator import index
 from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fsm_rollout.columns import WeightVersion
 from fsm_rollout.errors import InvariantError
+from fsm_rollout.replay import REPLAY_NAMES, weight_runs_of
 
 FINISHES = frozenset({"stop", "length", "abort", "repetition"})
 LOG_PROB_KINDS = ("scaled", "raw", "processed")
@@ -51,6 +53,27 @@ class Media(msgspec.Struct, frozen=True):
     """what the engine is given in its place"""
 
 
+def engine_ids(tokens: npt.NDArray[np.int32], media: Sequence[Media]) -> npt.NDArray[np.int32]:
+    """int32: what an engine is sent, one placeholder id in place of each media span."""
+    if not media:
+        return tokens
+    keep = np.ones(len(tokens), bool)
+    for span in media:
+        keep[span.start + 1 : span.start + span.length] = False
+    return tokens[keep]
+
+
+def chat_view(prompt: Any, prompt_length: int, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The prompt's messages, then each turn's with its `span` in tokens [T]."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    view = [{**message, "span": None} for message in prompt or []]
+    for turn in turns:
+        span = (prompt_length + turn.start, prompt_length + turn.stop)
+        view += [{**message, "span": span} for message in turn.messages]
+    return view
+
+
 @dataclass(slots=True)
 class Turn:
     """A span of response tokens with one origin. Spans and counts, never copies."""
@@ -81,7 +104,7 @@ class Turn:
         """Tokens of this turn that the policy sampled."""
         if self.kind != "model":
             return 0
-        return self.stop - self.start - sum(stop - start for start, stop in self.forced)
+        return self.stop - self.start - sum([stop - start for start, stop in self.forced])
 
     def put_in(self, count: int) -> None:
         """Note that the next `count` tokens are forced; spans that touch are one."""
@@ -93,9 +116,12 @@ class Turn:
     def take(self, meta: Meta) -> None:
         """Note what the engine said about the tokens that were just appended."""
         extend_runs(self.weight_versions, meta.runs)
-        for name in ("temperature", "top_p", "log_prob_kind"):
-            if (value := getattr(meta, name)) is not None:
-                setattr(self, name, value)
+        if meta.temperature is not None:
+            self.temperature = meta.temperature
+        if meta.top_p is not None:
+            self.top_p = meta.top_p
+        if meta.log_prob_kind is not None:
+            self.log_prob_kind = meta.log_prob_kind
 
     def cut(self, stop: int) -> Turn:
         """This turn up to response position `stop`; a turn that lost its end is open again."""
@@ -118,6 +144,8 @@ class Meta(msgspec.Struct, frozen=True):
     temperature: float | None = None
     top_p: float | None = None
     log_prob_kind: str | None = None
+    replay: Mapping[str, Any] | None = None
+    """all of it, still encoded, where something in it is replay data"""
 
 
 def checked_meta(meta: Mapping[str, Any] | None, count: int, *, trainable: bool) -> Meta:
@@ -134,10 +162,11 @@ def checked_meta(meta: Mapping[str, Any] | None, count: int, *, trainable: bool)
         raise InvariantError("R3.6.meta", f"log_prob_kind {kind!r} is not one of {LOG_PROB_KINDS}")
     return Meta(
         finish,
-        _runs(given, count),
+        weight_runs_of(given, count),
         _positive(given, "temperature"),
         _positive(given, "top_p"),
         kind,
+        None if REPLAY_NAMES.isdisjoint(given) else given,
     )
 
 
@@ -145,14 +174,16 @@ def _positive(meta: Mapping[str, Any], name: str) -> float | None:
     value = meta.get(name)
     if value is None:
         return None
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    # float comes first because a look at the type finds it
+    is_number = isinstance(value, (float, Real)) and not isinstance(value, bool)
+    number = float(value) if is_number else -1.0
     if not 0 <= number < math.inf:
         raise InvariantError("R3.6.meta", f"{name} must be a finite number >= 0, got {value!r}")
     return number
 
 
 def _finish(finish: Any) -> str | None:
-    if isinstance(finish, Mapping):
+    if not isinstance(finish, (str, NoneType)) and isinstance(finish, Mapping):
         finish = finish.get("type")
     if finish is not None and not (isinstance(finish, str) and finish in FINISHES):
         raise InvariantError(
@@ -161,21 +192,22 @@ def _finish(finish: Any) -> str | None:
     return finish
 
 
-def _runs(meta: Mapping[str, Any], count: int) -> Sequence[Run]:
-    given = meta.get("weight_versions")
-    try:
-        runs = [(version, index(n)) for version, n in (() if given is None else given)]
-    except (TypeError, ValueError) as error:
-        raise InvariantError(
-            "R3.4.versions", f"weight-version runs {given!r}: must be pairs (version, count)"
-        ) from error
-    runs = runs or [(meta.get("weight_version"), count)]
-    if sum(n for _, n in runs) != count or min(n for _, n in runs) < 0:
-        raise InvariantError(
-            "R3.4.versions", f"weight-version runs {runs} do not tile {count} tokens"
-        )
-    if any(not isinstance(version, (str, int, NoneType)) for version, _ in runs):
-        raise InvariantError("R3.4.versions", f"weight versions are strings or ints, got {runs}")
+def sampled_of(turns: Sequence[Turn], response: int) -> npt.NDArray[np.uint8]:
+    """uint8 [response]: 1 where the policy's engine returned the token."""
+    sampled = np.zeros(response, np.uint8)
+    for turn in turns:
+        if turn.kind == "model":
+            sampled[turn.start : turn.stop] = 1
+            for start, stop in turn.forced:
+                sampled[start:stop] = 0
+    return sampled
+
+
+def runs_of(turns: Sequence[Turn]) -> list[Run]:
+    """The weight-version runs of all turns, one behind the other."""
+    runs: list[Run] = []
+    for turn in turns:
+        extend_runs(runs, turn.weight_versions)
     return runs
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.columns import LOG_PROB_CEILING, LOG_PROB_FLOOR, Column, Columns, float32, int32
+from fsm_rollout.arrays import LOG_PROB_CEILING, LOG_PROB_FLOOR, float32, int32
+from fsm_rollout.columns import Column, Columns
 from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.sample import Sample
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -20,14 +21,21 @@ from fsm_rollout.turn import ToolCall
 
 
 def a_sample() -> Sample:
-    """In flight: model [0, 4) with [0, 1) forced, observation [4, 6) with an image."""
+    """In flight: model [0, 4) with [0, 1) forced and replay data, observation [4, 6), an image."""
     request = Request(declared=[Column("entropy")], limits=Limits(max_context=8, max_response=6))
     request.set_prompt([1, 2])
     Machine().fire(Event.GENERATE, request)
     sample = request.sample
     sample.append_response_tokens([3], trainable=False, forced=True)
     sample.append_response_tokens(
-        [4, 5, 6], [-1.0] * 3, meta_info={"finish_reason": "stop", "weight_version": "v1"}
+        [4, 5, 6],
+        [-1.0] * 3,
+        meta_info={
+            "finish_reason": "stop",
+            "weight_version": "v1",
+            "sampling_mask": [[4, 9], [5], [9, 6]],
+            "routed_experts": [[[1], [2]]] * 5,
+        },
     )
     sample.append_response_tokens([7, 8], trainable=False)
     sample.media.append(Media(6, 2, "image"))
@@ -48,7 +56,7 @@ def _set(path: str, value: object) -> Callable[[Sample], object]:
     return breaks
 
 
-BROKEN: dict[str, tuple[str, Callable[[Sample], object]]] = {
+BROKEN: dict[str, tuple[str, Callable[[Any], object]]] = {
     "mask too long": ("R3.1", lambda s: s.columns._mask.append(0)),
     "mask too short": ("R3.1", lambda s: s.columns._mask.pop()),
     "log-prob lost": ("R3.1", lambda s: s.columns._log_probs and s.columns._log_probs.pop()),
@@ -59,6 +67,14 @@ BROKEN: dict[str, tuple[str, Callable[[Sample], object]]] = {
     "gap between turns": ("R3.1", _set("turns.1.start", 5)),
     "turn backwards": ("R3.1", _set("turns.0.stop", -1)),
     "turn lost": ("R3.1", lambda s: s.turns.pop()),
+    "top-p offset lost": ("R3.1", lambda s: s.columns.replay.offsets.pop()),
+    "top-p id lost": ("R3.1", lambda s: s.columns.replay.ids.pop()),
+    "top-p ids without offsets": ("R3.1", _set("columns.replay.offsets", None)),
+    "top-p offsets end early": ("R3.1", _set("columns.replay.offsets.6", 4)),
+    "row of experts for the last token": (
+        "R3.1",
+        lambda s: s.columns.replay.rows.extend(bytes(3 * s.columns.replay.row.itemsize)),
+    ),
     "mask of 2": ("R3.2", _set("columns._mask.1", 2)),
     "observation trained": ("R3.2", _set("columns._mask.4", 1)),
     "forced token trained": ("R3.2", _set("columns._mask.0", 1)),
@@ -80,6 +96,16 @@ BROKEN: dict[str, tuple[str, Callable[[Sample], object]]] = {
     "forced outside of its turn": ("R3.4", _set("turns.0.forced", [(4, 5)])),
     "forced twice": ("R3.4", _set("turns.0.forced", [(0, 1), (0, 1)])),
     "forced tokens in an observation": ("R3.4", _set("turns.1.forced", [(4, 5)])),
+    "top-p offsets from 1": ("R3.4", _set("columns.replay.offsets.0", 1)),
+    "top-p offsets fall": ("R3.4", _set("columns.replay.offsets.2", 5)),
+    "token not kept": ("R3.4", _set("columns.replay.ids.0", 5)),
+    "token kept for another": ("R3.4", _set("columns.replay.offsets.2", 0)),
+    "forced token with kept ids": ("R3.4", _set("columns.replay.offsets.1", 1)),
+    "observation with kept ids": ("R3.4", _set("columns.replay.offsets.4", 4)),
+    "experts of a sampled token's past lost": (
+        "R3.4",
+        lambda s: s.columns.replay.rows.__delitem__(slice(s.columns.replay.row.itemsize)),
+    ),
     "context": ("R3.5", _set("request.limits", Limits(max_context=7))),
     "response": ("R3.5", _set("request.limits", Limits(max_response=5))),
     "reason of another status": ("R3.6", _set("request.stop_reason", StopReason.STOP)),
@@ -130,7 +156,7 @@ def test_a_message_about_lengths_carries_all_of_them() -> None:
     sample.columns._mask.append(0)
     assert str(invariants.violations(sample)[0]) == (
         "R3.1: 8 tokens, prompt_length 2, response_length 6, 7 loss_mask, "
-        "6 rollout_log_probs, 6 entropy"
+        "6 rollout_log_probs, 6 entropy, 5 top-p ids, 7 offsets, 5 expert rows"
     )
 
 

@@ -7,9 +7,11 @@ the arguments of one good append and says with which codes it must be refused.
 from __future__ import annotations
 
 import base64
+import io
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.columns import Column, WeightVersion
 from fsm_rollout.limits import Limits
+from fsm_rollout.replay import REPLAY_NAMES, RoutedExperts
 from fsm_rollout.turn import FINISHES, ToolCall
 
 Arguments: TypeAlias = dict[str, Any]
@@ -124,6 +127,38 @@ for _name, _runs in {
         arguments["meta_info"] = {"weight_versions": runs}
 
 
+_TOP_P = REPLAY_NAMES - {"routed_experts"}
+for _name, _code, _replay in (
+    ("of top-p ids alone", "top_p_incomplete", lambda n: {"top_p_token_ids": [3] * n}),
+    ("of top-p offsets alone", "top_p_incomplete", lambda n: {"top_p_token_offsets": [0] * n}),
+    ("of top-p for one token less", "top_p_offsets", lambda n: {"sampling_mask": [[3]] * (n - 1)}),
+    ("of a token that was not kept", "top_p_sampled", lambda n: {"sampling_mask": [[2**30]] * n}),
+    ("of negative kept ids", "bad_meta_array", lambda n: {"sampling_mask": [[-1]] * n}),
+    ("of kept ids in no list", "bad_meta_array", lambda n: {"sampling_mask": [3] * n}),
+    ("of experts in no base64", "bad_meta_array", lambda n: {"routed_experts": "not base64!"}),
+    ("of experts without layers", "routed_experts_shape", lambda n: {"routed_experts": [[1]] * n}),
+    (
+        "of experts for others",
+        "routed_experts_length",
+        lambda n: {"routed_experts": [[[1], [2]]] * 99},
+    ),
+    (
+        "of experts after a gap",
+        "routed_experts_start",
+        lambda n: {"routed_experts": [[[1], [2]]], "routed_experts_start_len": 2**20},
+    ),
+):
+
+    @_fault(f"report {_name}", _code, "top_p_incomplete", only_sampled=True)
+    def _bad_replay(
+        arguments: Arguments, replay: Callable[[int], dict[str, Any]] = _replay
+    ) -> None:
+        new = replay(len(arguments["tokens"]))
+        instead_of = _TOP_P if _TOP_P & new.keys() else {"routed_experts"}
+        given = {k: v for k, v in arguments["meta_info"].items() if k not in instead_of}
+        arguments["meta_info"] = given | new
+
+
 @_fault("column undeclared", "R3.1.columns")
 def _undeclared(arguments: Arguments) -> None:
     arguments["extra"] = {**arguments["extra"], "entrpoy": [0.0] * len(arguments["tokens"])}
@@ -196,6 +231,8 @@ class Setup:
     declared: tuple[Column, ...] = ()
     image: bool = False
     """the prompt holds a media span"""
+    replay: bool = False
+    """the engine reports what top-p kept and which experts it routed to"""
 
 
 def wrapped(arguments: Arguments, form: str) -> Arguments:
@@ -206,6 +243,30 @@ def wrapped(arguments: Arguments, form: str) -> Arguments:
     if log_probs is not None:
         arguments["log_probs"] = wrap("f", log_probs)
     return arguments
+
+
+def replay_data(
+    form: str, kept: list[tuple[int, ...]], rows: list[int], start: int
+) -> dict[str, Any]:
+    """The `meta_info` of replay data: ids per new token, and the experts of tokens from `start`."""
+    ids, offsets = list(chain.from_iterable(kept)), [0, *accumulate(map(len, kept))]
+    experts = [[[row], [row + 1]] for row in rows]
+    array3d = np.array(experts, np.int32).reshape(-1, 2, 1)
+    meta: dict[str, Any] = {"routed_experts_start_len": start}
+    if form in ("list", "tuple"):
+        name = "output_token_sampling_mask" if form == "list" else "sampling_mask"
+        meta[name] = [FORMS[form]("i", list(span)) for span in kept]
+        meta["routed_experts"] = experts or array3d
+    else:
+        meta["top_p_token_ids"] = FORMS[form]("i", ids)
+        meta["top_p_token_offsets"] = FORMS[form]("i", offsets)
+        meta["routed_experts"] = RoutedExperts(array3d, start)
+        if form in ("bytes", "base64"):
+            file = io.BytesIO()
+            np.save(file, array3d)
+            npy = file.getvalue()
+            meta["routed_experts"] = npy if form == "bytes" else base64.b64encode(npy).decode()
+    return meta
 
 
 CALLS = (
@@ -234,6 +295,7 @@ setups = st.builds(
     log_probs=st.sampled_from([True, True, True, False]),
     declared=st.sampled_from([(), (), COLUMNS]),
     image=st.booleans(),
+    replay=st.sampled_from([False, False, True]),
 )
 
 

@@ -14,7 +14,7 @@ from fsm_rollout.invariants import violations
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.table import Event
-from fsm_rollout.testing.faults import FAULTS, Arguments, Reply, Setup, wrapped
+from fsm_rollout.testing.faults import FAULTS, Arguments, Reply, Setup, replay_data, wrapped
 from fsm_rollout.testing.reference import Origin, Token
 from fsm_rollout.testing.snapshot import sample_snapshot, snapshot
 from fsm_rollout.testing.tampering import refused_events
@@ -26,6 +26,7 @@ class Player(Twin):
     """A Twin with everything that may happen to a request."""
 
     _next_id = 0
+    _calls = 0
 
     def start(self, setup: Setup) -> None:
         super().start(setup)
@@ -74,6 +75,14 @@ class Player(Twin):
         reference, sample = self.reference, self.request.sample
         arguments = self._arguments(reply, tokens, origin)
         arguments["update_terminal_info"] = is_last
+        rows = None
+        if self.setup.replay and origin == "sampled":
+            length = reference.length + len(tokens)
+            self._calls += 1
+            rows = [(7 * at + self._calls) % 101 for at in range(length - 1)]
+            held = len(reference.rows or ()) if reply.annotated else 0
+            kept = [token.kept for token in tokens]
+            arguments["meta_info"] |= replay_data(reply.form, kept, rows[held:], held)
         text, codes, fault = arguments["text"], set[str](), "none"
         if reference.status in TERMINAL:
             codes.add("R3.closed")
@@ -94,7 +103,7 @@ class Player(Twin):
         )
         if accepted:
             ends = is_last and origin != "observed"
-            reference.append(tokens, reply.finish if ends else None, text)
+            reference.append(tokens, reply.finish if ends else None, text, rows)
         return accepted
 
     def _tokens(self, reply: Reply, origin: Origin) -> list[Token]:
@@ -112,9 +121,13 @@ class Player(Twin):
                     for column in self.setup.declared
                 },
                 trained=origin == "sampled",
+                kept=self._kept(start + n) if origin == "sampled" else (),
             )
             for n in range(reply.count)
         ]
+
+    def _kept(self, id: int) -> tuple[int, ...]:
+        return (id + 1, id, id + 2)[: 2 + id % 2] if self.setup.replay else ()
 
     def _arguments(self, reply: Reply, tokens: list[Token], origin: Origin) -> Arguments:
         arguments: Arguments = {

@@ -15,6 +15,7 @@ from fsm_rollout.columns import WeightVersion
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
+from fsm_rollout.sample import Sample
 from fsm_rollout.states.table import Event
 from fsm_rollout.turn import ToolCall
 
@@ -42,6 +43,8 @@ class Token:
     version: WeightVersion
     extra: dict[str, float]
     trained: bool
+    kept: tuple[int, ...] = ()
+    """what top-p kept, where the engine says so"""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class Reference:
     tokens: list[Token] = field(default_factory=list)
     turns: list[Span] = field(default_factory=list)
     media: list[tuple[int, int]] = field(default_factory=list)
+    rows: list[int] | None = None
+    """the experts of each token that was forwarded, as one number; None: not reported"""
     response: str | None = None
     status: Status = Status.PENDING
     reason: StopReason | None = None
@@ -165,8 +170,20 @@ class Reference:
 
     # -- what is done to the request ---------------------------------------------------------------
 
-    def append(self, tokens: Sequence[Token], finish: str | None, text: str | None) -> None:
-        """Tokens of one origin, at least one of them, or a finish alone."""
+    def append(
+        self,
+        tokens: Sequence[Token],
+        finish: str | None,
+        text: str | None,
+        rows: Sequence[int] | None = None,
+    ) -> None:
+        """Tokens of one origin, at least one of them, or a finish alone.
+
+        `rows`: the experts of every token before the last one, as this call saw them.
+        """
+        if rows is not None:
+            held = self.rows or []
+            self.rows = [*held, *rows[len(held) :]]
         known = self.response if self.tokens else self.response or ""
         if tokens or text is not None:
             self.response = None if text is None or known is None else known + text
@@ -199,12 +216,14 @@ class Reference:
                 del self.tokens[turn.start :]
         del self.tokens[keep:]
         self.media = [(start, n) for start, n in self.media if start + n <= self.length]
+        if self.rows is not None:
+            del self.rows[max(self.length - 1, 0) :]
         self.response = None
         return keep
 
     def reset(self) -> None:
         """Nothing was generated."""
-        self.tokens, self.turns, self.response = [], [], None
+        self.tokens, self.turns, self.response, self.rows = [], [], None, None
         self.media = [(start, n) for start, n in self.media if start < len(self.prompt)]
 
     def move(self, event: Event, dest: Status, reason: StopReason | None) -> None:
@@ -237,6 +256,7 @@ def assert_agree(request: Request, reference: Reference) -> None:
         prompt = [column.fill] * len(reference.prompt) if column.per == "T" else []
         response = [token.extra[column.name] for token in tokens]
         assert columns.extra(column.name).tolist() == prompt + response
+    assert_replay_agrees(sample, reference)
     assert len(sample.turns) == len(reference.turns)
     for number, (turn, span) in enumerate(zip(sample.turns, reference.turns, strict=True)):
         assert (turn.kind, turn.start, turn.finish) == (span.kind, span.start, span.finish)
@@ -255,3 +275,19 @@ def assert_agree(request: Request, reference: Reference) -> None:
     assert request.room == reference.room >= 0
     assert request.max_new_tokens == reference.max_new_tokens
     assert request.attempt <= request.limits.max_attempts
+
+
+def assert_replay_agrees(sample: Sample, reference: Reference) -> None:
+    """What the sample holds of replay data is what the reference says."""
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    experts = sample.rollout_routed_experts
+    if reference.rows is None:
+        assert ids is offsets is experts is None
+        return
+    assert ids is not None
+    assert offsets is not None
+    assert experts is not None
+    kept = [token.kept for token in reference.tokens]
+    assert ids.tolist() == [id for span in kept for id in span]
+    assert offsets.tolist() == [sum(map(len, kept[:at])) for at in range(len(kept) + 1)]
+    assert experts.tolist() == [[[row], [row + 1]] for row in reference.rows]

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from fsm_rollout.columns import Columns
+from fsm_rollout.replay_columns import ReplayColumns
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 from fsm_rollout.turn import Turn
@@ -20,6 +21,7 @@ _APART = ("turns", "columns", "request")
 _SAMPLE = attrgetter(*(f.name for f in fields(Sample) if f.name not in _APART))
 _TURN = attrgetter(*(f.name for f in fields(Turn)))
 _COLUMNS = attrgetter(*Columns.__slots__)
+_REPLAY = attrgetter(*ReplayColumns.__slots__)
 
 
 def snapshot(request: Request) -> tuple[Any, ...]:
@@ -46,6 +48,8 @@ def _still(value: Any) -> Any:
             return value.typecode, value.tobytes()
         case bytearray():
             return bytes(value)
+        case ReplayColumns():
+            return tuple(map(_still, _REPLAY(value)))
         case list():
             return tuple(value)
         case dict():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import NamedTuple
@@ -86,6 +87,52 @@ def _observation_trained(sample: Sample) -> bool:
     for turn in spans:
         sample.columns._mask[turn.start] = 1
     return bool(spans)
+
+
+@_tampering("a top-p offset lost", "aligned")
+def _offset_lost(sample: Sample) -> bool:
+    replay = sample.columns.replay
+    if replay is None or replay.offsets is None:
+        return False
+    replay.offsets.pop()
+    return True
+
+
+@_tampering("a top-p id lost", "aligned")
+def _kept_id_lost(sample: Sample) -> bool:
+    replay = sample.columns.replay
+    if replay is None or not replay.ids:
+        return False
+    replay.ids.pop()
+    return True
+
+
+@_tampering("a row of experts for the last token", "aligned")
+def _row_too_many(sample: Sample) -> bool:
+    replay = sample.columns.replay
+    if replay is None or replay.row is None:
+        return False
+    while replay.num_rows < max(1, sample.columns.length):
+        replay.rows += bytes(replay.row.itemsize)
+    return True
+
+
+@_tampering("a token that top-p did not keep", "sound")
+def _token_not_kept(sample: Sample) -> bool:
+    replay = sample.columns.replay
+    if replay is None or not replay.ids:
+        return False
+    replay.ids[:] = array("i", bytes(4 * len(replay.ids)))
+    return bool(replay.ids) and any(sample.columns.response_ids())
+
+
+@_tampering("the experts of a sampled token's past lost", "sound")
+def _rows_lost(sample: Sample) -> bool:
+    replay = sample.columns.replay
+    if replay is None or not replay.rows or not sample.sampled.any():
+        return False
+    replay.rows.clear()
+    return True
 
 
 @_tampering("media outside of the tokens", "sound")

@@ -44,16 +44,17 @@ def test_a_walk_takes_every_edge_and_meets_every_refusal() -> None:
     }
 
 
+@pytest.mark.parametrize("replay", [True, False])
 @pytest.mark.parametrize("log_probs", [True, False])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_refused_in_each_form_at_once_and_at_the_end_of_a_stream(
-    fault: str, log_probs: bool
+    fault: str, log_probs: bool, replay: bool
 ) -> None:
     coverage: Counter[tuple[str, str]] = Counter()
     player = Player((), coverage)
     for form in FORMS:
         for chunk in (0, 1):
-            player.start(Setup(Limits(max_context=64), 3, log_probs, COLUMNS))
+            player.start(Setup(Limits(max_context=64), 3, log_probs, COLUMNS, replay=replay))
             player.fire(Event.GENERATE, None)
             player.sampled(Reply(2, finish="abort", form=form))
             player.sampled(Reply(4, fault=fault, chunk=chunk, form=form))
