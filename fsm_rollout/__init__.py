@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from fsm_rollout.columns import Column, Columns
     from fsm_rollout.engines.base import Engine, Generation, SamplingParams
     from fsm_rollout.engines.scripted import ScriptedEngine
+    from fsm_rollout.engines.sglang import SGLangEngine
     from fsm_rollout.engines.transformers import TransformersEngine
+    from fsm_rollout.engines.vllm import VLLMEngine
     from fsm_rollout.errors import (
         ConfigError,
         EngineError,
@@ -55,6 +57,7 @@ __all__ = [
     "Request",
     "Rollout",
     "RolloutError",
+    "SGLangEngine",
     "Sample",
     "SamplingParams",
     "ScriptedEngine",
@@ -68,6 +71,7 @@ __all__ = [
     "Toolset",
     "TransformersEngine",
     "Turn",
+    "VLLMEngine",
     "__version__",
     "run",
     "tool",
@@ -78,7 +82,9 @@ _NAMES = {
     "columns": ("Column", "Columns"),
     "engines.base": ("Engine", "Generation", "SamplingParams"),
     "engines.scripted": ("ScriptedEngine",),
+    "engines.sglang": ("SGLangEngine",),
     "engines.transformers": ("TransformersEngine",),
+    "engines.vllm": ("VLLMEngine",),
     "errors": (
         "ConfigError",
         "EngineError",

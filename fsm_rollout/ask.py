@@ -7,15 +7,18 @@ cancellation, raises CancelledError by itself or returns nonsense costs one atte
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
+from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.tools.supervisor import Flight
-from fsm_rollout.turn import FINISHES
+from fsm_rollout.turn import FINISHES, Media
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ async def ask(
     session_id: str,
     timeout_s: float,
     vocab_size: int,
+    media: Sequence[Media] = (),
 ) -> Generation:
     """The engine's answer. Raises EngineError for every fault, CancelledError for our own cancel.
 
@@ -37,7 +41,12 @@ async def ask(
     """
     flight = Flight(
         lambda: engine.generate(
-            columns, max_new_tokens, params, request_id=request_id, session_id=session_id
+            columns,
+            max_new_tokens,
+            params,
+            request_id=request_id,
+            session_id=session_id,
+            media=media or None,
         ),
         in_thread=False,
         label=f"engine, request {request_id}",
@@ -73,21 +82,21 @@ def _fitting(
     count = len(reply.token_ids)
     if count > max_new_tokens:
         raise _bad(f"the engine returned {count} tokens, asked for at most {max_new_tokens}")
-    if count and (largest := int(np.max(reply.token_ids))) >= vocab_size:
+    if count and (largest := np.maximum.reduce(reply.token_ids)) >= vocab_size:
         raise _bad(
             f"the engine returned token id {largest}; the tokenizer has {vocab_size} "
             "ids, the rest of the model's embedding is padding"
         )
-    kind, temperature = reply.log_prob_kind, params.temperature
-    if (kind == "raw" and temperature not in (0, 1)) or (
-        kind == "processed" and (params.top_p < 1 or params.top_k)
-    ):
-        raise _failed(
-            f"the engine's log-probs are {kind} ones, which are not log_softmax(logits / "
-            f"temperature) at temperature {temperature}, top_p {params.top_p}, top_k "
-            f"{params.top_k}; change the engine's log-prob mode or the sampling",
-            final=True,
-        )
+    if reply.log_probs is not None and reply.log_prob_kind != "scaled":
+        if not fits(reply.log_prob_kind, params):
+            raise _failed(
+                f"the engine's log-probs are {reply.log_prob_kind} ones, which are not "
+                f"log_softmax(logits / temperature) at temperature {params.temperature}, top_p "
+                f"{params.top_p}, top_k {params.top_k}; change the engine's log-prob mode or the "
+                "sampling",
+                final=True,
+            )
+        return msgspec.structs.replace(reply, log_prob_kind="scaled")  # here they are the same
     return reply
 
 

@@ -12,12 +12,14 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 from uuid import uuid4
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
@@ -55,6 +57,10 @@ class Loop:
     seed: int = 0
     run_id: str = field(default_factory=lambda: uuid4().hex[:12])
     """begins every session and request id: an engine may serve many runs"""
+
+    def __post_init__(self) -> None:
+        stop = self.codec.stop_ids.union(self.params.stop_token_ids)
+        self.params = msgspec.structs.replace(self.params, stop_token_ids=tuple(sorted(stop)))
 
     async def run(self, request: Request) -> Request:
         """Play `request` to its end, with retries from scratch, and seal it.
@@ -127,7 +133,7 @@ class Loop:
                 ids = await self._encoded(request, self.codec.prompt_async(request.prompt))
             if ids is None or request.seq != seq:
                 return
-            if not ids:
+            if not len(ids):
                 return self._abort(request, StopReason.PROMPT_OVERFLOW, "the prompt has no tokens")
             try:
                 request.set_prompt(ids)
@@ -157,14 +163,15 @@ class Loop:
             missing = error.code == StopReason.MISSING_LOG_PROBS
             reason = StopReason.MISSING_LOG_PROBS if missing else StopReason.BAD_REPLY
             return self._abort(request, reason, str(error))
+        _add(request, {f"engine/{name}": n for name, n in generation.counters.items()})
         turn = request.sample.turns[-1]
         turn.seconds += time.monotonic() - started
         if finish == "abort":
             if has_room(request):
                 return self._abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
             turn.finish = finish = "length"  # and there was no token left to sample
-        self._read(request)
-        if request.is_done:
+        await self._read(request)
+        if request.seq != seq:  # ended meanwhile, or the codec failed
             return
         if finish == "length":
             self.machine.settle(Event.TRUNCATE, request, StopReason.LENGTH)
@@ -183,7 +190,7 @@ class Loop:
         if request.seq != seq:  # ended meanwhile: the results are late
             return
         sample.non_generation_time += time.monotonic() - started
-        self._count(request, results)
+        self._count_calls(request, results)
         if request.num_invalid_calls > request.limits.max_invalid_calls:
             self.machine.settle(Event.COMPLETE, request, StopReason.INVALID_CALLS)
             return
@@ -203,19 +210,18 @@ class Loop:
             self.machine.settle(Event.GENERATE, request)
 
     async def _finish(self, request: Request) -> None:
-        sample, seq = request.sample, request.seq
-        sample.response = self.codec.decode(sample.columns.response_ids())
-        if request.status is Status.ABORTED:
-            return
-        timeout_s = request.limits.tool_timeout_s
+        seq, timeout_s = request.seq, request.limits.tool_timeout_s
         try:
+            await self._decode(request)
+            if request.seq != seq or request.status is Status.ABORTED:
+                return
             rewards = await self._tool_rewards(request.session)
             reward, parts = await score(request, rewards, self.reward, timeout_s=timeout_s)
         except RewardError as error:
             if request.seq == seq:
                 self._abort(request, StopReason.REWARD_ERROR, str(error))
         except asyncio.CancelledError:
-            self._abort(request, StopReason.CANCELLED, "cancelled while the reward was computed")
+            self._abort(request, StopReason.CANCELLED, "cancelled before the reward was there")
             raise
         else:
             if request.seq == seq:  # else it is late: aborted, or retried, meanwhile
@@ -263,64 +269,54 @@ class Loop:
             self._params(request),
             request_id=f"{session_id}.{request.attempt:04}.{request.seq:08}",
             session_id=session_id,
+            media=sample.media,
             timeout_s=request.limits.turn_timeout_s,
             vocab_size=self.codec.vocab_size,
         )
 
     def _params(self, request: Request) -> SamplingParams:
         """The run's parameters with a seed of this turn's own."""
-        params = self.params
         turn = f"{self.seed}/{request.index}/{request.attempt}/{request.num_turns}"
         seed = int.from_bytes(blake2b(turn.encode(), digest_size=4).digest()) >> 1
-        stop = self.codec.stop_ids.union(params.stop_token_ids)
-        return msgspec.structs.replace(params, seed=seed, stop_token_ids=tuple(sorted(stop)))
+        return msgspec.structs.replace(self.params, seed=seed)
 
     def _append(self, request: Request, generation: Generation, finish: str) -> None:
-        request.sample.append_response_tokens(
-            generation.token_ids,
-            generation.log_probs if request.log_probs else None,
-            meta_info={
-                "finish_reason": finish,
-                "weight_versions": generation.weight_versions,
-                "temperature": self.params.temperature,
-                "top_p": self.params.top_p,
-                "log_prob_kind": generation.log_prob_kind,
-            },
-        )
+        meta: dict[str, Any] = {
+            "finish_reason": finish,
+            "weight_versions": generation.weight_versions,
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+            "log_prob_kind": generation.log_prob_kind,
+        }
+        if generation.top_p is not None:
+            meta["sampling_mask"] = generation.top_p
+        if generation.routed_experts is not None:
+            meta["routed_experts"] = generation.routed_experts
+        log_probs = generation.log_probs if request.log_probs else None
+        request.sample.append_response_tokens(generation.token_ids, log_probs, meta_info=meta)
 
-    def _read(self, request: Request) -> None:
+    async def _read(self, request: Request) -> None:
         """Parse the finished turn once, all of it: what it says and which tools it calls."""
-        sample = request.sample
+        sample, seq = request.sample, request.seq
         turn = sample.turns[-1]
         try:
-            parsed = self.codec.parse(
+            parsed = await self.codec.parse_async(
                 sample.columns.response_ids(turn.start, turn.stop),
                 finish=turn.finish or "",
                 call_id=f"call_{sample.num_turns}",
             )
+            has_tools = bool(self.tools.schemas)
+            message, calls = parsed.message(has_tools=has_tools), parsed.calls
         except Exception as error:  # a parser of the user's own
-            return self._codec_failed(request, error)
-        content = parsed.content if self.tools.schemas else parsed.text
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        turn.calls = parsed.calls if self.tools.schemas else ()
-        if turn.calls:
-            message["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": c.arguments},
-                }
-                for c in turn.calls
-            ]
-        turn.messages = (message,)
+            return self._codec_failed(request, error, seq)
+        if request.seq == seq:  # else it ended meanwhile
+            turn.messages, turn.calls = (message,), calls if has_tools else ()
 
-    def _count(self, request: Request, results: Sequence[CallResult]) -> None:
+    def _count_calls(self, request: Request, results: Sequence[CallResult]) -> None:
         request.num_tool_calls += sum(result.executed for result in results)
         request.num_invalid_calls += sum(result.is_invalid for result in results)
-        for name, value in chain.from_iterable(r.response.metrics.items() for r in results):
-            request.metrics[name] = request.metrics.get(name, 0) + value
+        for result in results:
+            _add(request, result.response.metrics)
         rewards = [r.response.reward for r in results if r.response.reward is not None]
         request.sample.turns[-1].reward = sum(rewards) if rewards else None
 
@@ -333,21 +329,37 @@ class Loop:
     ) -> list[int]:
         """The ids of the results; fills `messages` with what they say."""
         messages += [await self._tool_message(result, session) for result in results]
-        return await self.codec.delta_async(request.sample.columns.last_id, messages)
+        sample = request.sample
+        return await self.codec.delta_async(sample.columns.last_id, messages, room=sample.room)
 
     async def _encoded(
         self, request: Request, ids: Coroutine[Any, Any, list[int]]
-    ) -> list[int] | None:
+    ) -> npt.NDArray[np.int32] | None:
         """What the codec makes; None, and the request is aborted for good, when it fails."""
+        seq = request.seq
         try:
-            return await ids
+            return int32(await ids)
         except Exception as error:
-            self._codec_failed(request, error)
+            self._codec_failed(request, error, seq)
             return None
 
-    def _codec_failed(self, request: Request, error: Exception) -> None:
+    async def _decode(self, request: Request) -> None:
+        """Say in text what was sampled and observed."""
+        sample, seq = request.sample, request.seq
+        try:
+            async with asyncio.timeout(request.limits.tool_timeout_s):
+                text = await self.codec.decode_async(sample.columns.response_ids())
+        except Exception as error:
+            self._codec_failed(request, error, seq)
+        else:
+            if request.seq == seq:
+                sample.response = text
+
+    def _codec_failed(self, request: Request, error: Exception, seq: int) -> None:
         logger.error("request %d: the codec failed", request.index, exc_info=error)
-        self._end(request, StopReason.INVARIANT, f"the codec failed: {error!r}", final=True)
+        if request.seq == seq:  # else it is late
+            request.final = True
+            self._abort(request, StopReason.INVARIANT, f"the codec failed: {error!r}")
 
     async def _tool_message(self, result: CallResult, session: ToolSession) -> dict[str, Any]:
         text, call = result.response.text, result.call
@@ -380,3 +392,8 @@ class Loop:
         if request.status is not Status.ABORTED:
             request.error = why
             self.machine.fire(Event.ABORT, request, reason)
+
+
+def _add(request: Request, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        request.metrics[name] = request.metrics.get(name, 0) + value

@@ -9,6 +9,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsm_rollout.codec import Codec
+from fsm_rollout.columns import Prompt
 from fsm_rollout.dataset import PromptRow, checked_rows
 from fsm_rollout.engines.base import Engine, SamplingParams
 from fsm_rollout.errors import ConfigError, RolloutError
@@ -20,11 +21,17 @@ from fsm_rollout.states.guards import Guard
 from fsm_rollout.states.machine import Listener, Machine
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.registry import Toolset, ToolSpec
+from fsm_rollout.tuning import fast_loop, tuned_gc
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+_PROBED = "Tell me about a river that you know, where it begins and what lives in it."
+"""behind a prompt like this no model is certain how to go on"""
+_BURST = 16
+"""requests that start before the event loop goes on: all at once would stop it for seconds"""
 
 
 class Rollout:
@@ -79,6 +86,7 @@ class Rollout:
         self.log_probs = log_probs
         self.max_concurrent = max_concurrent
         self._indices, self._group_indices = count(), count()
+        self._is_started, self._starting = False, asyncio.Lock()
         self.loop = Loop(
             engine=engine,
             codec=self.codec,
@@ -105,29 +113,37 @@ class Rollout:
         if num_samples < 1:
             raise ConfigError(f"num_samples must be >= 1, got {num_samples}")
         checked = checked_rows(rows, self.tools)
+        await self.start()
         groups = [self._group(row, num_samples) for row in checked]
         for row, group in zip(checked, groups, strict=True):  # before anything starts
             try:
-                ids = await self.codec.prompt_async(row.prompt)  # once per group
+                prompt = Prompt(await self.codec.prompt_async(row.prompt))  # once per group
             except ConfigError as error:
                 raise ConfigError(f"{row.where}: {error}") from error
             for request in group.requests:
-                request.prompt_ids = ids
+                request.prompt_ids = prompt
             await asyncio.sleep(0)  # other tasks of the loop get their turn
+        await self._play_all([request for group in groups for request in group.requests])
+        return groups
+
+    async def _play_all(self, requests: Sequence[Request]) -> None:
         gate = asyncio.Semaphore(self.max_concurrent)
 
         async def admitted(request: Request) -> None:
-            async with gate:
+            try:
                 await self.run(request)
+            finally:
+                gate.release()
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    for request in group.requests:
-                        tasks.create_task(admitted(request))
+                for number, request in enumerate(requests, 1):
+                    await gate.acquire()
+                    tasks.create_task(admitted(request))
+                    if number % _BURST == 0:
+                        await asyncio.sleep(0)
         except BaseExceptionGroup as bugs:  # a bug of ours or of a listener: no request's fault
             raise bugs.exceptions[0] from bugs
-        return groups
 
     def _group(self, row: PromptRow, num_samples: int) -> Group:
         group_index = next(self._group_indices)
@@ -148,18 +164,42 @@ class Rollout:
 
     async def run(self, request: Request) -> Request:
         """Play one request of your own to its end; see `Loop.run`."""
+        await self.start()
         return await self.loop.run(request)
 
+    async def start(self) -> None:
+        """Get the engine ready, once: an engine may have a `start` for it. `generate` and `run` do.
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        Raises what that raises: ConfigError when its log-probs are not those that trainers need.
+        """
+        if self._is_started:
+            return
+        async with self._starting:
+            start = None if self._is_started else getattr(self.loop.engine, "start", None)
+            if start is not None:
+                await start(
+                    max_concurrent=self.max_concurrent,
+                    params=self.loop.params,
+                    log_probs=self.log_probs,
+                    prompt=self.codec.prompt(_PROBED),
+                )
+            self._is_started = True
+
+
+def run(coroutine: Coroutine[Any, Any, T], *, tuned: bool = False) -> T:
     """Run a rollout from code that is not async: `fsm_rollout.run(rollout.generate(rows))`.
 
+    `tuned`: for thousands of requests in flight: uvloop where it is installed (the extra `fast`),
+    and a collector of garbage that runs rarely; both are process-wide until the rollout ends.
     Raises RolloutError, at once, where an event loop already runs (a notebook): `await` it there.
     """
     if _is_in_a_loop():
         coroutine.close()
         raise RolloutError("an event loop already runs here: use `await` in place of `run(...)`")
-    return asyncio.run(coroutine)
+    if not tuned:
+        return asyncio.run(coroutine)
+    with tuned_gc(), asyncio.Runner(loop_factory=fast_loop()) as runner:
+        return runner.run(coroutine)
 
 
 def _is_in_a_loop() -> bool:

@@ -6,16 +6,18 @@ wrong into an EngineError that carries a StopReason; a bad reply never becomes d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.columns import Columns, Floats, Ints, WeightVersion, float32, int32
+from fsm_rollout.arrays import Floats, Ints, float32, int32
+from fsm_rollout.columns import Columns, WeightVersion
 from fsm_rollout.errors import ConfigError, EngineError, InvariantError
 from fsm_rollout.limits import StopReason
+from fsm_rollout.replay import RoutedExperts, TopP
 
 Finish = Literal["stop", "length", "abort", "repetition"]
 LogProbKind = Literal["scaled", "raw", "processed"]
@@ -55,6 +57,11 @@ class Generation(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     prompt_tokens: int = 0
     log_prob_kind: LogProbKind = "scaled"
     engine_id: str = ""
+    top_p: TopP | None = None
+    """what top-p and top-k kept, for trainers that replay it"""
+    routed_experts: RoutedExperts | None = None
+    counters: Mapping[str, int | float] = {}
+    """what else the engine counted, added up in the request's metrics: cached_tokens …"""
 
 
 def checked(
@@ -70,6 +77,9 @@ def checked(
     prompt_tokens: int = 0,
     log_prob_kind: LogProbKind = "scaled",
     engine_id: str = "",
+    top_p: TopP | None = None,
+    routed_experts: RoutedExperts | None = None,
+    counters: Mapping[str, int | float] | None = None,
 ) -> Generation:
     """A Generation, or EngineError (missing_log_probs, bad_reply) when the reply fails a check.
 
@@ -91,7 +101,7 @@ def checked(
         raise _bad(f"{source} returned {len(values)} log-probs for {len(ids)} tokens")
     if len(ids) > max_new_tokens:
         raise _bad(f"{source} returned {len(ids)} tokens, asked for at most {max_new_tokens}")
-    if vocab_size is not None and len(ids) and int(ids.max()) >= vocab_size:
+    if vocab_size is not None and len(ids) and np.maximum.reduce(ids) >= vocab_size:
         raise _bad(f"{source} returned token id {ids.max()}, the vocabulary has {vocab_size}")
     if finish not in get_args(Finish):
         raise _bad(f"{source} returned the unknown finish reason {finish!r}")
@@ -107,6 +117,9 @@ def checked(
         prompt_tokens=prompt_tokens,
         log_prob_kind=log_prob_kind,
         engine_id=engine_id,
+        top_p=top_p,
+        routed_experts=routed_experts,
+        counters=counters or {},
     )
 
 
