@@ -1,8 +1,7 @@
-"""The command line: `fsm-rollout run config.yaml` and `fsm-rollout verify samples.jsonl`."""
+"""The command line: run a config, verify its samples, serve a fake engine."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -12,10 +11,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
+import msgspec
 import typer
 from rich.console import Console
 
-from fsm_rollout.config import RunConfig, ScriptedConfig, load_config
+from fsm_rollout.config import (
+    RunConfig,
+    ScriptedConfig,
+    SGLangConfig,
+    TransformersConfig,
+    VLLMConfig,
+    load_config,
+)
 from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line, samples_file
 from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Status
@@ -23,10 +30,12 @@ from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.machine import Listener, Transition
+from fsm_rollout.testing.command import fake_engine
 from fsm_rollout.tools.registry import Toolset
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 console = Console()
+app.command("fake-engine")(fake_engine)
 
 
 @app.command()
@@ -86,9 +95,11 @@ def _play(settings: RunConfig, rows: list[PromptRow]) -> tuple[list[Request], Ba
     def remember(transition: Transition) -> None:
         seen[transition.request.index] = transition.request
 
+    from fsm_rollout.rollout import run as run_rollout
+
     stopped: BaseException | None = None
     try:
-        asyncio.run(_rollout(settings, rows, remember))
+        run_rollout(_rollout(settings, rows, remember), tuned=settings.tuned)
     except KeyboardInterrupt:
         stopped = typer.Exit(130)
     except BaseException as error:  # a bug: the caller saves what there is before it is told
@@ -140,28 +151,30 @@ def _write(file: TextIO, sample: Sample) -> bool:
 
 def _engine(settings: RunConfig) -> tuple[Any, Any]:
     engine = settings.engine
-    if isinstance(engine, ScriptedConfig):
-        from fsm_rollout.engines.scripted import ScriptedEngine
+    if isinstance(engine, TransformersConfig):
+        from fsm_rollout.engines.transformers import TransformersEngine
 
-        if settings.tokenizer is None:
-            raise ConfigError(
-                "engine.type scripted needs `tokenizer`: it has no model to take it from"
-            )
-        tokenizer = _tokenizer("tokenizer", settings.tokenizer)
-        return ScriptedEngine(engine.replies, tokenizer=tokenizer), tokenizer
-    from fsm_rollout.engines.transformers import TransformersEngine
+        name = "engine.model" if settings.tokenizer is None else "tokenizer"
+        tokenizer = _tokenizer(name, settings.tokenizer or engine.model)
+        with _loading("engine.model", engine.model):
+            return TransformersEngine(**msgspec.structs.asdict(engine)), tokenizer
+    if settings.tokenizer is None:
+        kind = engine.__struct_config__.tag
+        raise ConfigError(f"engine.type {kind} needs `tokenizer`: it has no model to take it from")
+    tokenizer = _tokenizer("tokenizer", settings.tokenizer)
+    match engine:
+        case ScriptedConfig():
+            from fsm_rollout.engines.scripted import ScriptedEngine
 
-    name = "engine.model" if settings.tokenizer is None else "tokenizer"
-    tokenizer = _tokenizer(name, settings.tokenizer or engine.model)
-    with _loading("engine.model", engine.model):
-        served = TransformersEngine(
-            engine.model,
-            device=engine.device,
-            dtype=engine.dtype,
-            max_batch=engine.max_batch,
-            num_threads=engine.num_threads,
-        )
-    return served, tokenizer
+            return ScriptedEngine(engine.replies, tokenizer=tokenizer), tokenizer
+        case SGLangConfig():
+            from fsm_rollout.engines.sglang import SGLangEngine
+
+            return SGLangEngine(**msgspec.structs.asdict(engine)), tokenizer
+        case VLLMConfig():
+            from fsm_rollout.engines.vllm import VLLMEngine
+
+            return VLLMEngine(**msgspec.structs.asdict(engine)), tokenizer
 
 
 def _tokenizer(field: str, name: str) -> Any:

@@ -17,6 +17,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Urls = Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class TransformersConfig(
@@ -42,7 +43,31 @@ class ScriptedConfig(
     replies: list[str]
 
 
-EngineConfig: TypeAlias = TransformersConfig | ScriptedConfig
+class SGLangConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sglang"
+):
+    """SGLang servers, or a router in front of them."""
+
+    urls: Urls
+    """`http://host:port` of each"""
+    stream: bool = False
+    """tokens come as they are sampled"""
+
+
+class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="vllm"):
+    """vLLM servers."""
+
+    urls: Urls
+    """`http://host:port` of each"""
+    route: Literal["generate", "completions"] = "generate"
+    """`/inference/v1/generate` (needs --enable-scale-out), or `/v1/completions`"""
+    model: str | None = None
+    """the name it is served under, a LoRA's for instance; None: the server's only one"""
+    stream: bool = False
+    """tokens come as they are sampled"""
+
+
+EngineConfig: TypeAlias = TransformersConfig | SGLangConfig | VLLMConfig | ScriptedConfig
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,7 +79,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """where the samples go; relative to the config file"""
     engine: EngineConfig
     tokenizer: str | None = None
-    """default: the engine's model"""
+    """a directory or name that transformers can load; default: the engine's model, if it is here"""
     chat_template: str | None = None
     """replaces the tokenizer's own: a Jinja file, relative to the config file, or `hermes`"""
     tools: list[str] = []
@@ -67,6 +92,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_samples: int = 1
     max_concurrent: int = 256
     seed: int = 0
+    tuned: bool = False
+    """for thousands of requests in flight: uvloop, and a collector of garbage that runs rarely"""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_concurrent"):
@@ -76,7 +103,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 def load_config(path: Path) -> RunConfig:
     """Read `path`. ConfigError names file and field, and suggests the key that was meant."""
-    values = _yaml(path)
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of {', '.join(RunConfig.__struct_fields__)}")
     try:
@@ -110,7 +137,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
+    """The plain values of a YAML file. ConfigError names the file and what is wrong with it."""
     text = _text(path, wanted="YAML")
     try:
         loader = _Loader(text)
