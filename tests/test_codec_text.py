@@ -7,14 +7,19 @@ import pytest
 pytest.importorskip("transformers")
 
 import asyncio
+from functools import cache
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Encoding
+from tokenizers import AddedToken, Encoding, Regex, Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from transformers import PreTrainedTokenizerFast
 
+from fsm_rollout.codec import Codec
 from fsm_rollout.codec.vocabulary import Vocabulary
 from fsm_rollout.limits import CUT_MARK
+from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from tests.codecs import (
     TEMPLATES,
     calling,
@@ -23,6 +28,7 @@ from tests.codecs import (
     hostile,
     results,
 )
+from tests.qwen import qwen_bpe
 
 # -- untrusted text --------------------------------------------------------------------------------
 
@@ -156,42 +162,79 @@ def test_a_huge_text_costs_what_is_kept(unit: str, monkeypatch: pytest.MonkeyPat
     assert 0 < len(codec("hermes").vocabulary.encode_text(fitted)) <= 16
 
 
-def test_a_long_text_encodes_in_chunks_as_it_does_whole() -> None:
-    vocabulary = codec("hermes").vocabulary
-    for unit in (
-        "The answer is 42.\n\n  - so: it's <tool_call> 你好, été\n",
-        "x" * 999 + " ",
-        "ab cd ",
-        "0a3f9bc2e1d",
-        "+--+--+\n|  |  |\n",
-    ):
-        text = unit * (50_000 // len(unit))
-        whole = vocabulary._plain.encode(vocabulary._anchor + text, add_special_tokens=False).ids
-        assert vocabulary.encode_text(text) == whole[1:]
-        assert max(map(len, vocabulary._chunks(text))) < 20_000
+KINDS = {
+    "prose": "The answer is 42.\n\n  - so: it's <tool_call> 你好, été\n",
+    "words of a window": "x" * 20_011 + " ",
+    "pairs": "ab cd ",
+    "hex": "0a3f9bc2e1d",
+    "a table": "+--+--+\n|  |  |\n",
+    "one letter": "x",
+    "one digit": "7",
+    "blank lines": "\n",
+    "spaces": " ",
+    "accents": "e\u0301",
+    "ideographs": "".join(map(chr, range(0x4E00, 0x8E00, 7))),
+    "emoji": "".join(map(chr, range(0x1F300, 0x1F600))),
+}
 
 
-def test_a_megabyte_from_a_tool_does_not_stop_the_event_loop() -> None:
-    text = "The result of the tool was 42, which is fine.\n" * 22_000
-    ticks = 0
+def encoded_whole(it: Codec, text: str) -> list[int]:
+    """What one encoding of the whole text gives."""
+    vocabulary = it.vocabulary
+    ids: list[int] = vocabulary._encoding(text).ids
+    return ids[1:]
 
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
 
-    async def main() -> list[int]:
-        ticking = asyncio.create_task(tick())
-        ids = await codec("hermes").delta_async(None, results([text]))
-        assert ticks > 20
-        before = ticks
-        assert len(await codec("hermes").fit_async(text, 100_000, side="left")) > 100_000
-        assert ticks > before + 5
-        ticking.cancel()
-        return ids
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_text_encodes_in_windows_as_it_does_whole(kind: str) -> None:
+    it, unit = codec("hermes"), KINDS[kind]
+    text = "\n" + unit * (50_000 // len(unit) + 1)
+    assert it.vocabulary.encode_text(text) == encoded_whole(it, text)
+    assert max(len(e) for _, e, _ in it.vocabulary._windows(text)) < 60_000
 
-    assert text in codec("hermes").decode(asyncio.run(main()))
+
+@pytest.mark.parametrize("pattern", [r"\p{N}{1,3}", r"\p{N}{1,3}(?=(\p{N}{3})*(?!\p{N}))"])
+def test_digits_in_groups_of_three_encode_in_windows_as_they_do_whole(pattern: str) -> None:
+    backend = Tokenizer(qwen_bpe().model)
+    groups = Split(Regex(pattern), "isolated")  # from the left, and from the right
+    backend.pre_tokenizer = Sequence([groups, ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.add_special_tokens(["<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    vocabulary = Vocabulary(tokenizer)
+    text = " ".join("1234567890" * count for count in (7, 1_000, 2_000, 1_111, 5))
+    assert vocabulary.encode_text(text) == vocabulary._encoding(text).ids[1:]
+
+
+@settings(max_examples=40)
+@given(parts=st.lists(st.tuples(hostile, st.integers(1, 4_000)), min_size=1, max_size=6))
+def test_any_long_text_encodes_in_windows_as_it_does_whole(parts: list[tuple[str, int]]) -> None:
+    it = codec("hermes")
+    text = "".join(unit * count for unit, count in parts)[:50_000]
+    assert it.vocabulary.encode_text(text) == encoded_whole(it, text)
+
+
+@settings(max_examples=40)
+@given(
+    contents=st.lists(st.tuples(hostile, st.sampled_from([1, 9, 600])), min_size=1, max_size=3),
+    room=st.integers(0, 20_000),
+    last_id=st.sampled_from([None, 151_643, 151_645]),
+)
+def test_a_delta_for_little_room_is_the_start_of_the_whole_and_longer_than_the_room_alike(
+    contents: list[tuple[str, int]], room: int, last_id: int | None
+) -> None:
+    it, messages = codec("hermes"), results([unit * count for unit, count in contents])
+    whole = it.delta(last_id, messages)
+    delta = it.delta(last_id, messages, room=room)
+    assert delta == whole[: len(delta)]
+    assert (len(delta) > room) == (len(whole) > room)
+    assert len(delta) == len(whole) or len(delta) > room
+
+
+def test_a_megabyte_costs_what_the_room_holds() -> None:
+    it = codec("hermes")
+    for kind in ("prose", "ideographs", "one letter", "accents"):
+        text = KINDS[kind] * (1_000_000 // len(KINDS[kind]))
+        assert 1_000 < len(it.delta(None, results([text]), room=1_000)) < 40_000
 
 
 def test_half_a_character_is_shown_as_one_that_is_unknown() -> None:
@@ -199,3 +242,42 @@ def test_half_a_character_is_shown_as_one_that_is_unknown() -> None:
     assert "a�b" in it.decode(it.delta(None, results(["a\ud83cb"])))
     assert "a�b" in it.decode(it.prompt("a\ud83cb"))
     assert it.fit("\ud83c" * 40, 3, side="right") == "\ud83c"
+
+
+# -- ids to text -----------------------------------------------------------------------------------
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """With added tokens that no byte spells, or only seemingly."""
+    tokenizer = tiny_tokenizer()
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("★", "é", "Ġ", "a b")])
+    return tokenizer
+
+
+@given(ids=st.lists(st.integers(0, 300), max_size=60))
+def test_ids_decode_as_the_tokenizer_decodes_them(ids: list[int]) -> None:
+    tokenizer = byte_level()
+    backend: Tokenizer = tokenizer.backend_tokenizer
+    assert Vocabulary(tokenizer).decode(ids) == backend.decode(ids, skip_special_tokens=False)
+
+
+@given(ids=st.lists(st.integers(0, 152_000), max_size=60))
+def test_the_ids_of_a_real_vocabulary_decode_as_the_tokenizer_decodes_them(ids: list[int]) -> None:
+    it, backend = codec("qwen3"), qwen_bpe()
+    assert it.decode(ids) == backend.decode(ids, skip_special_tokens=False)
+    many = ids * (20_000 // (len(ids) + 1))
+    assert it.decode(many) == backend.decode(many, skip_special_tokens=False)
+
+
+def test_a_long_turn_and_a_long_response_read_as_short_ones_do() -> None:
+    it = codec("hermes")
+    call = '<tool_call>\n{"name": "calc", "arguments": {"expr": "日本"}}\n</tool_call>'
+    for lines in (1, 5_000):
+        ids = it.vocabulary.encode("Ünit.\n" * lines + call + "<|im_end|>")
+        turn = asyncio.run(it.parse_async(ids, finish="stop", call_id="c"))
+        assert turn == it.parse(ids, finish="stop", call_id="c")
+        (start, stop) = turn.calls[0].span or (0, 0)
+        assert it.decode(ids[start:stop]) == call
+        assert asyncio.run(it.decode_async(ids)) == it.decode(ids)

@@ -57,17 +57,23 @@ class IdCodec:
     async def prompt_async(self, messages: Any) -> list[int]:
         return [int(token) for token in str(messages).split()]
 
-    async def delta_async(self, last_id: int | None, messages: Any) -> list[int]:
+    async def delta_async(
+        self, last_id: int | None, messages: Any, *, room: int | None = None
+    ) -> list[int]:
         return list(self.deltas.pop(0))
 
-    def parse(self, ids: list[int], *, finish: str, call_id: str) -> ParsedTurn:
+    async def parse_async(self, ids: list[int], *, finish: str, call_id: str) -> ParsedTurn:
         calls = self.wants_tool.pop(0) or self.open_call
         found = (ToolCall("slow", {}, f"{call_id}_0"),) if calls else ()
-        text = self.text or self.decode(ids)
+        text = self.text or spoken(ids)
         return ParsedTurn(text, "", text, found)
 
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
+    async def decode_async(self, ids: list[int]) -> str:
+        return spoken(ids)
+
+
+def spoken(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
 
 
 class Play:
@@ -216,7 +222,7 @@ class Play:
             "calc_reward": self.hooks.count("calc_reward"),
             "order": order,
             "partial_observation_appended": any(t.kind == "observation" for t in sample.turns),
-            "text_matches_ids": sample.response == self.codec.decode(sample.columns.response_ids()),
+            "text_matches_ids": sample.response == spoken(sample.columns.response_ids()),
             "invariant_holds": not violations(sample),
         }
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from fsm_rollout.arrays import Ints, int32
 from fsm_rollout.codec.delta import Delta
-from fsm_rollout.codec.messages import ROLES, checked_messages, map_texts
+from fsm_rollout.codec.messages import ROLES, Message, checked_messages, map_texts
 from fsm_rollout.codec.template import ChatTemplate, tool_call
 from fsm_rollout.codec.vocabulary import LONG, Side, Vocabulary
 from fsm_rollout.errors import ConfigError, TemplateError
@@ -63,6 +66,19 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     content: str
     calls: tuple[ToolCall, ...]
     """every attempt in order, with id and token span"""
+
+    def message(self, *, has_tools: bool) -> Message:
+        """The turn as a chat message. Without tools nothing in it is a call: all is content."""
+        content = self.content if has_tools else self.text
+        message: Message = {"role": "assistant", "content": content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if has_tools and self.calls:
+            message["tool_calls"] = [
+                tool_call(name=call.name, arguments=call.arguments, id=call.id)
+                for call in self.calls
+            ]
+        return message
 
 
 class Codec:
@@ -146,16 +162,19 @@ class Codec:
         guarded = map_texts(checked, self.vocabulary.guard)
         return self.vocabulary.encode(self.template.render(guarded))
 
-    def delta(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def delta(
+        self, last_id: int | None, messages: Sequence[Mapping[str, Any]], *, room: int | None = None
+    ) -> list[int]:
         """The ids that the template puts behind a sampled turn for new tool and user messages.
 
         `last_id` is the last sampled id (None: nothing was sampled); a turn that the model didn't
-        end is ended. Tool messages carry `name` and `tool_call_id`. Raises TemplateError when the
-        template can't be proved for this sequence of roles.
+        end is ended. Tool messages carry `name` and `tool_call_id`. `room` is how many ids are of
+        use: of a delta that is longer, those behind it may be left out, all but one. Raises
+        TemplateError when the template can't be proved for this sequence of roles.
         """
         roles = tuple(message.get("role", "") for message in messages)
         delta = self._known(roles) or self._compiled(roles)
-        return delta.ids(last_id, messages)
+        return delta.ids(last_id, messages, room=room)
 
     async def prompt_async(self, messages: str | Iterable[Mapping[str, Any]]) -> list[int]:
         """`prompt`; a long one is encoded in a thread, so that the event loop goes on."""
@@ -164,11 +183,12 @@ class Codec:
         return await _off_loop(size > LONG, self.prompt, checked)
 
     async def delta_async(
-        self, last_id: int | None, messages: Sequence[Mapping[str, Any]]
+        self, last_id: int | None, messages: Sequence[Mapping[str, Any]], *, room: int | None = None
     ) -> list[int]:
         """`delta`; long texts and first proofs go to a thread, so that the event loop goes on."""
         is_new = self._known(tuple(message.get("role", "") for message in messages)) is None
-        return await _off_loop(is_new or _size(messages) > LONG, self.delta, last_id, messages)
+        delta = partial(self.delta, room=room)
+        return await _off_loop(is_new or _size(messages) > LONG, delta, last_id, messages)
 
     def fit(self, text: str, max_tokens: int, *, side: Side) -> str:
         """`text` cut between characters to at most `max_tokens` ids; `side` is what is dropped.
@@ -185,34 +205,43 @@ class Codec:
 
     # -- ids to text and calls ---------------------------------------------------------------------
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text of the ids, control tokens included."""
         return self.vocabulary.decode(ids)
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    async def decode_async(self, ids: Ints) -> str:
+        """`decode`; many ids are decoded in a thread, so that the event loop goes on."""
+        return await _off_loop(len(ids) > LONG, self.decode, ids)
+
+    def pieces(self, ids: Ints) -> list[str]:
         """What each id adds to the text ("" until a character is complete); joined, `decode`."""
         return self.vocabulary.pieces(ids)
 
-    def parse(self, ids: Sequence[int], *, finish: str, call_id: str) -> ParsedTurn:
+    def parse(self, ids: Ints, *, finish: str, call_id: str) -> ParsedTurn:
         """What a whole model turn says. `ids` are its sampled tokens, `finish` the engine's reason.
 
         The turn's i-th call gets the id `<call_id>_<i>`, unless the format has ids, and its span in
         tokens of the turn.
         """
-        kept = len(ids)
-        while kept and ids[kept - 1] in self.stop_ids:
-            kept -= 1
-        ids = list(ids[:kept])
-        text = self.decode(ids)
+        ids = int32(ids)
+        while len(ids) and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        read = self.vocabulary.detokenizer
+        text = read.decode(ids)
         parsed = self.parser.parse(text, finish=finish, tools=self.tools)
         calls: list[ToolCall] = []
         if parsed.calls:
-            spans = self.vocabulary.token_spans(ids, text, parsed.spans)
+            spans = read.token_spans(ids, text, parsed.spans)
             calls += [
                 msgspec.structs.replace(call, id=call.id or f"{call_id}_{i}", span=span)
                 for i, (call, span) in enumerate(zip(parsed.calls, spans, strict=True))
             ]
         return ParsedTurn(text, parsed.reasoning, parsed.content, tuple(calls))
+
+    async def parse_async(self, ids: Ints, *, finish: str, call_id: str) -> ParsedTurn:
+        """`parse`; a long turn is read in a thread, so that the event loop goes on."""
+        parse = partial(self.parse, finish=finish, call_id=call_id)
+        return await _off_loop(len(ids) > LONG, parse, ids)
 
     # -- proofs at start-up ------------------------------------------------------------------------
 
@@ -283,4 +312,15 @@ def _size(messages: Iterable[Mapping[str, Any]]) -> int:
 
 
 async def _off_loop(is_long: bool, function: Callable[..., T], *args: Any) -> T:
-    return await asyncio.to_thread(function, *args) if is_long else function(*args)
+    if not is_long:
+        return function(*args)
+    return await asyncio.get_running_loop().run_in_executor(_threads(os.getpid()), function, *args)
+
+
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    """The threads for long texts; a forked process has none of its parent's.
+
+    Two: one works without the GIL while the other has it. More would only take it from the loop.
+    """
+    return ThreadPoolExecutor(2, thread_name_prefix="fsm-codec")

@@ -168,21 +168,29 @@ class Delta:
         for shift, case in enumerate(proofs):
             self._prove(case, [PROBES[(shift + i) % len(PROBES)] for i in range(len(roles))])
 
-    def ids(self, last_id: int | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def ids(
+        self, last_id: int | None, messages: Sequence[Mapping[str, Any]], *, room: int | None = None
+    ) -> list[int]:
         """The ids behind a turn whose last sampled id is `last_id`; the turn is closed if need be.
 
         Another stop token than the template's own (`<|endoftext|>`, `<|return|>`) stays as sampled.
+        Ids behind the first `room` may be missing, but one that shows that there are more.
         """
+        is_closed = last_id == self._vocabulary.control[self._close] or (
+            last_id in self._vocabulary.stop_ids and not self._closed_by_next
+        )
+        most = None if room is None else room + 1 + is_closed
         ids: list[int] = []
         for step in self._steps:
             if isinstance(step, Run):
                 ids.append(self._vocabulary.control[step.control])
-                ids += self._vocabulary.encode_after(step.control, step.text(messages))
+                left = None if most is None else most - len(ids)
+                text = step.text(messages)
+                ids += self._vocabulary.encode_after(step.control, text, most=left)
             else:
                 ids += step
-        is_closed = last_id == self._vocabulary.control[self._close] or (
-            last_id in self._vocabulary.stop_ids and not self._closed_by_next
-        )
+            if most is not None and len(ids) >= most:
+                break
         return ids[1:] if is_closed else ids
 
     # -- compile -----------------------------------------------------------------------------------

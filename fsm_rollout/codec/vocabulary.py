@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from itertools import accumulate, islice
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from fsm_rollout.arrays import Ints, int32
+from fsm_rollout.codec.detokenizer import Detokenizer
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import CUT_MARK
 
@@ -25,14 +25,11 @@ if TYPE_CHECKING:
 Side: TypeAlias = Literal["left", "right", "middle"]
 
 LONG = 2_048
-"""characters from which on a text is better encoded in a thread"""
-_CHUNK = 16_384
+"""characters or ids from which on a text is better encoded, decoded or parsed in a thread"""
+_WINDOW = 16_384
 """characters per encoding of a long text: making its ids and freeing it hold the GIL"""
-_CONTEXT = 64
-"""characters on each side of a cut that must encode alike together and apart"""
-_CUT = re.compile(r"(?<=\w)(?=\W)|(?<=[^\W\d])(?=\d)|(?<=\n)(?=\S)")  # as pre-tokenisers cut
-_TRIES = 8
-"""places at which a cut is tried before the chunk grows"""
+_OVERLAPS = (256, 509, 1_021, 2_039, 4_093, 8_191)
+"""how far before the end of a window the next one may start; in step with no pattern of a text"""
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, as broken JSON holds
 _GUESS = 4
 """characters per token; a window that turns out too small is doubled"""
@@ -81,7 +78,7 @@ class Vocabulary:
         self.control_ids = frozenset(self.control.values())
         eos: Any = tokenizer.eos_token_id
         self.stop_ids = self._checked_stop_ids(stop_token_ids, eos)
-        self._length = cache(self._characters_of)
+        self.detokenizer = Detokenizer(backend, size=self.size, inner=min(self.stop_ids))
         self._spellings = sorted(self.control, key=len, reverse=True)
         self._beginnings = {token[:n] for token in self.control for n in range(1, len(token))}
         self._eats_left = {t.content for t in added.values() if t.lstrip}
@@ -130,22 +127,23 @@ class Vocabulary:
             before = control
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
-        """The ids of text that nobody vouches for: never a control token."""
-        if not text:
-            return []
-        if len(text) <= LONG:
-            ids: list[int] = self._plain.encode(self._anchored(text), add_special_tokens=False).ids
-            return ids[1:]
-        ids = []
-        for chunk in self._chunks(text):
-            batch = [self._anchored(chunk)]  # other than a single text, encoded without the GIL
-            ids += self._plain.encode_batch_fast(batch, add_special_tokens=False)[0].ids[1:]
+    def encode_text(self, text: str, *, most: int | None = None) -> list[int]:
+        """The ids of text that nobody vouches for: never a control token.
+
+        Of a long text no more is encoded than `most` ids and what one window holds take.
+        """
+        if len(text) <= _WINDOW:
+            return self._fast(text).ids[1:] if text else []
+        ids: list[int] = []
+        for _, encoding, kept in self._windows(text):
+            ids += encoding.ids[1:kept]
+            if most is not None and len(ids) >= most:
+                break
         return ids
 
-    def encode_after(self, control: str, text: str) -> list[int]:
+    def encode_after(self, control: str, text: str, *, most: int | None = None) -> list[int]:
         """`encode_text` for text that stands right behind a control token."""
-        return self.encode_text(text.lstrip() if control in self._eats_right else text)
+        return self.encode_text(text.lstrip() if control in self._eats_right else text, most=most)
 
     def split(self, text: str) -> list[str]:
         """Text, control token, text, ..., text."""
@@ -161,56 +159,70 @@ class Vocabulary:
         begins = any(text[-n:] in self._beginnings for n in range(1, longest))
         return text + self._mark if begins else text
 
+    def _windows(self, text: str) -> Iterator[tuple[int, Encoding, int]]:
+        """A long text in bounded encodings: first character, encoding, tokens of it that count.
+
+        The next window starts where the end of this one, encoded on its own, gives the same ids:
+        no merge and no pre-tokeniser reaches across such a boundary of tokens. The anchor counts.
+        """
+        start, size = 0, _WINDOW
+        while start + size < len(text):
+            window = text[start : start + size]
+            encoding = self._encoding(window)
+            kept, stop = self._boundary(window, encoding)
+            if stop:
+                yield start, encoding, kept
+                start, size = start + stop, _WINDOW
+            else:
+                size *= 2
+        encoding = self._encoding(text[start:])
+        yield start, encoding, len(encoding)
+
+    def _boundary(self, window: str, encoding: Encoding) -> tuple[int, int]:
+        """How many tokens and characters come before the next window; (0, 0) if it finds none."""
+        ids = encoding.ids
+        for overlap in _OVERLAPS:
+            character = len(self._anchor) + len(window) - overlap
+            if number := encoding.char_to_token(character) or 0:
+                stop, _ = self._characters(encoding, number)
+                if stop > 0 and self._fast(window[stop:]).ids[1:] == ids[number:]:
+                    return number, stop
+        return 0, 0
+
+    def _fast(self, text: str) -> Encoding:
+        """Ids alone. A batch of one is encoded without the GIL, and faster than by `encode`."""
+        return self._plain.encode_batch_fast([self._anchored(text)], add_special_tokens=False)[0]
+
+    def _encoding(self, text: str) -> Encoding:
+        """Ids and the characters they stand for."""
+        return self._plain.encode_batch([self._anchored(text)], add_special_tokens=False)[0]
+
+    def _characters(self, encoding: Encoding, number: int) -> tuple[int, int]:
+        """Which characters of the text its token of that number stands for; the anchor is 0."""
+        start, stop = encoding.token_to_chars(number) or (0, 0)
+        return start - len(self._anchor), stop - len(self._anchor)
+
     def _anchored(self, text: str) -> str:
         return self._anchor + _SURROGATE.sub("\ufffd", text)
 
-    def _chunks(self, text: str) -> Iterator[str]:
-        start = 0
-        for position in range(_CHUNK, len(text), _CHUNK):
-            cuts = islice(_CUT.finditer(text, position, position + _CHUNK), _TRIES)
-            if at := next((cut.start() for cut in cuts if self._parts(text, cut.start())), 0):
-                yield text[start:at]
-                start = at
-        yield text[start:]
-
-    def _parts(self, text: str, at: int) -> bool:
-        left, right = text[at - _CONTEXT : at], text[at : at + _CONTEXT]
-        return self.encode_text(left + right) == self.encode_text(left) + self.encode_text(right)
-
     # -- ids to text -------------------------------------------------------------------------------
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Ints) -> str:
         """The text of the ids, control tokens included; for reading, never to be encoded again."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        return text
+        return self.detokenizer.decode(int32(ids))
 
-    def pieces(self, ids: Sequence[int]) -> list[str]:
+    def pieces(self, ids: Ints) -> list[str]:
         """What each id adds to the text ("" until a character is complete); joined, `decode`."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=False)
-        pieces = [stream.step(self._backend, i) or "" for i in ids]
-        if pieces:
-            pieces[-1] += self.decode(ids)[sum(map(len, pieces)) :]
-        return pieces
+        return self.detokenizer.pieces(int32(ids))
 
     def token_spans(
-        self, ids: Sequence[int], text: str, spans: Iterable[tuple[int, int]]
+        self, ids: Ints, text: str, spans: Iterable[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """The tokens [start, stop) that cover each span of characters of `text` = `decode(ids)`."""
-        ends = list(accumulate(map(self._length, ids), initial=0))  # [T+1] characters
-        if ends[-1] != len(text):  # a character lies in several tokens
-            ends = list(accumulate(map(len, self.pieces(ids)), initial=0))
-        found = []
-        for start, stop in spans:
-            boundary = ends[bisect_right(ends, start) - 1]  # the last one at or before the span
-            found.append((bisect_left(ends, boundary), min(bisect_left(ends, stop), len(ids))))
-        return found
+        """The tokens [start, stop) that cover each span of characters of `text` = `decode(ids)`.
 
-    def _characters_of(self, token_id: int) -> int:
-        """How long the text of a token is; inside a text, where decoders keep a leading space."""
-        before = [min(self.stop_ids)]
-        return len(self.decode([*before, token_id])) - len(self.decode(before))
+        The spans are ascending and disjoint.
+        """
+        return self.detokenizer.token_spans(int32(ids), text, spans)
 
     # -- text that fits ----------------------------------------------------------------------------
 
@@ -239,21 +251,26 @@ class Vocabulary:
         """The start of the text, or its tail, as far as `count` ids go."""
         size = _GUESS * count
         while count > 0:
-            window = text[-size:] if tail else text[:size]
-            encoding = self._encoding(window)
-            number = len(encoding) - 1  # the anchor is one
-            if number > count:
-                first, last = self._characters(encoding, number - count - 1 if tail else count)
-                return window[last:] if tail else window[:first]
+            part = text[-size:] if tail else text[:size]
+            windows, number = self._windows(part), count
+            if tail:
+                held = deque(windows)
+                number = sum(kept - 1 for _, _, kept in held) - count - 1
+                windows = iter(held.popleft, None)  # which frees them one by one
+            if number >= 0 and (found := self._place(windows, number)):
+                return part[found[1] :] if tail else part[: found[0]]
             if size >= len(text):
                 return text
             size *= 2
         return ""
 
-    def _encoding(self, text: str) -> Encoding:
-        return self._plain.encode_batch([self._anchored(text)], add_special_tokens=False)[0]
-
-    def _characters(self, encoding: Encoding, number: int) -> tuple[int, int]:
-        """Which characters of the text its token of that number, from 0, stands for."""
-        start, stop = encoding.token_to_chars(number + 1) or (0, 0)
-        return start - len(self._anchor), stop - len(self._anchor)
+    def _place(
+        self, windows: Iterable[tuple[int, Encoding, int]], number: int
+    ) -> tuple[int, int] | None:
+        """Which characters the token of that number, from 0, stands for; None: there are fewer."""
+        for start, encoding, kept in windows:
+            if number < kept - 1:
+                first, last = self._characters(encoding, number + 1)
+                return start + first, start + last
+            number -= kept - 1
+        return None

@@ -18,8 +18,9 @@ from fsm_rollout.parsers.base import Parsed, decode_json, object_call
 from fsm_rollout.turn import ToolCall
 
 _TURN_ENDS = ("<|im_end|>", "<|endoftext|>")
-_OPENER = re.compile(r"(?:<tool_call>\s*+)++")  # repeated before a body it still opens one call
-_TAG = re.compile(rf"{_OPENER.pattern}|</?think>")
+# Repeated before a body an opener still opens one call. Spelt so that a search skips to each "<".
+_OPENER = re.compile(r"<tool_call>\s*+(?:<tool_call>\s*+)*+")
+_TAG = re.compile(rf"<(?:/?think>|{_OPENER.pattern[1:]})")
 _ENDED = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>)|\Z)")
 _ENDED_IN_CUT_TURN = re.compile(r"\s*+(?:</tool_call>|(?=<tool_call>))")
 _RESYNC = re.compile(r"(</tool_call>)|^(?=<tool_call>)|(?=</think>)", re.MULTILINE)

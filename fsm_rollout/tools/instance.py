@@ -6,11 +6,18 @@ Only tools/session.py uses it. `run` puts a hook into a flight of its own, under
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import io
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fsm_rollout.limits import Limits
@@ -25,6 +32,7 @@ from fsm_rollout.tools.base import (
 from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
 
+_AT_ONCE = nullcontext()
 _SLICE = 1_000
 """parts of a JSON text that are written before the event loop goes on"""
 
@@ -93,19 +101,28 @@ class Instance:
         """The class has a hook of its own."""
         return getattr(self.cls, hook) is not getattr(Tool, hook)
 
-    async def take_turn(self, slots: AsyncExitStack) -> None:
-        """Wait until one more `execute` may start; `slots` holds the turn."""
-        if self._needs_thread("execute") and not self.is_shared:
-            await slots.enter_async_context(self._lock)
-        if self.cls.max_concurrent is not None:
-            await slots.enter_async_context(gate(self.cls, self.cls.max_concurrent))
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Holds the right to one more `execute`, once that may start."""
+        needs_lock = self._needs_thread("execute") and not self.is_shared
+        if not needs_lock and self.cls.max_concurrent is None:
+            return _AT_ONCE
+        return self._turn(needs_lock=needs_lock)
+
+    @asynccontextmanager
+    async def _turn(self, *, needs_lock: bool) -> AsyncIterator[None]:
+        async with AsyncExitStack() as held:
+            if needs_lock:
+                await held.enter_async_context(self._lock)
+            if self.cls.max_concurrent is not None:
+                await held.enter_async_context(gate(self.cls, self.cls.max_concurrent))
+            yield
 
     async def run(self, hook: str, arguments: Mapping[str, Any] | None = None) -> Ended:
         """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
 
         What `execute` returns is made a ToolResponse, in the thread if it ran in one.
         The time of a sync hook starts when one of MAX_THREADS threads is free. A cancel stops the
-        hook, within GRACE_S, and is raised again.
+        hook, within GRACE_S, and is raised again. An inline hook ends here and now.
         """
         kwargs = self.kwargs[hook] if arguments is None else arguments
         is_release = hook == "release"
@@ -119,13 +136,23 @@ class Instance:
             value = method(**kwargs)
             if hook != "execute":
                 return value
-            if in_thread and not inspect.isawaitable(value):
+            if isinstance(value, (str, ToolResponse)) or (
+                in_thread and not inspect.isawaitable(value)
+            ):
                 return to_response(value)
             return _respond(value)
 
-        async with AsyncExitStack() as slots:
-            if in_thread:
-                await slots.enter_async_context(gate("threads", MAX_THREADS))
+        if not in_thread and not inspect.iscoroutinefunction(method):
+            ended = _inline(call)  # nothing could stop it, so it needs no task
+            if ended.error is not None or not inspect.isawaitable(ended.value):
+                return ended
+            call = partial(_as_it_is, ended.value)
+        return await self._fly(hook, call, timeout_s, in_thread=in_thread)
+
+    async def _fly(
+        self, hook: str, call: Callable[[], Any], timeout_s: float, *, in_thread: bool
+    ) -> Ended:
+        async with gate("threads", MAX_THREADS) if in_thread else _AT_ONCE:
             label = f"{self._label}: {hook}"
             flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
             self.flights.add(flight)
@@ -167,6 +194,19 @@ class Instance:
 
     def _needs_thread(self, hook: str) -> bool:
         return self.cls.blocking and not inspect.iscoroutinefunction(getattr(self.cls, hook))
+
+
+def _inline(call: Callable[[], Any]) -> Ended:
+    try:
+        return Ended(value=contextvars.copy_context().run(call))
+    except (SystemExit, KeyboardInterrupt) as error:
+        return Ended(error=RuntimeError(f"the tool raised {type(error).__name__}"))
+    except BaseException as error:  # a CancelledError of its own is the tool's error
+        return Ended(error=error)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 async def _respond(value: Any) -> ToolResponse:

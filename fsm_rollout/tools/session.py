@@ -13,8 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,19 +126,24 @@ class ToolSession:
         """
         self._check_open("execute")
         room = min(self._limits.max_parallel_calls, allowed)
-        answers: list[CallResult | asyncio.Task[CallResult]] = []
-        running: list[asyncio.Task[CallResult]] = []
-        for call in calls:
+        answers: dict[int, CallResult] = {}
+        runs: dict[int, Coroutine[Any, Any, CallResult]] = {}
+        for number, call in enumerate(calls):
             ready = self._prepare(call)
             if isinstance(ready, CallResult):
-                answers.append(ready)
-            elif len(running) >= room:
-                answers.append(self._answer(call, "dropped", "not executed: limit reached"))
+                answers[number] = ready
+            elif len(runs) >= room:
+                answers[number] = self._answer(call, "dropped", "not executed: limit reached")
             else:
-                running.append(asyncio.create_task(self._execute(call, *ready)))
-                answers.append(running[-1])
-        await join(running, pass_cancel=True)
-        return [answer if isinstance(answer, CallResult) else answer.result() for answer in answers]
+                runs[number] = self._execute(call, *ready)
+        if len(runs) == 1:  # the usual case: no task of its own
+            [(number, run)] = runs.items()
+            answers[number] = await run
+        else:
+            tasks = {number: asyncio.create_task(run) for number, run in runs.items()}
+            await join(list(tasks.values()), pass_cancel=True)
+            answers |= {number: task.result() for number, task in tasks.items()}
+        return [answers[number] for number in range(len(calls))]
 
     async def calc_rewards(self) -> dict[str, float]:
         """The reward of each tool that has one, asked for once, in the order of the tools.
@@ -222,8 +226,7 @@ class ToolSession:
         self, call: ToolCall, instance: Instance, arguments: dict[str, Any]
     ) -> CallResult:
         name = instance.name
-        async with AsyncExitStack() as slots:
-            await instance.take_turn(slots)
+        async with instance.turn():
             if instance.is_busy or not instance.is_live:
                 why = "an earlier call is still running" if instance.is_busy else "it was closed"
                 return self._answer(call, "unavailable", f"{name} is unavailable: {why}")

@@ -37,6 +37,8 @@ class Flight:
     is told apart from ours and stops nothing else. `on_abandon` is called if it outlives its stop.
     """
 
+    __slots__ = ("_on_abandon", "is_abandoned", "is_stopped", "label", "task", "thread")
+
     def __init__(
         self,
         hook: Callable[[], Any],
@@ -69,9 +71,10 @@ class Flight:
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until it is done, at most `timeout_s`; True if it is."""
-        if not self.is_done:
-            parts = [self.task] if self.thread is None else [self.task, self.thread]
-            await asyncio.wait(parts, timeout=timeout_s)
+        if self.thread is not None and not self.is_done:
+            await asyncio.wait([self.task, self.thread], timeout=timeout_s)
+        elif not self.task.done():
+            await _done(self.task, timeout_s)
         return self.is_done
 
     async def stop(self) -> None:
@@ -109,6 +112,24 @@ class Flight:
         if error is not None:
             raise error
         return value
+
+
+async def _done(task: asyncio.Task[Any], timeout_s: float) -> None:
+    """asyncio.wait([task], timeout=timeout_s) at half the price: each turn pays it."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    task.add_done_callback(wake)
+    timer = loop.call_later(timeout_s, wake)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        task.remove_done_callback(wake)
 
 
 def own(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
