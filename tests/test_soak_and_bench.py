@@ -1,10 +1,11 @@
-"""`make soak` and `make bench` in small: they run, and their JSON holds what it should."""
+"""`make soak` and what bench/ measures, in small: they run, and their JSON holds what it should."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,20 @@ def test_a_short_bench_measures_four_ways_to_fire(tmp_path: Path) -> None:
     times = [report[name] for name in ("dict_us", "fire_us", "fire_listener_us", "stock_us")]
     assert times == sorted(times)
     assert set(report["median"]) == {"fire_us", "fire_listener_us", "stock_us", "dict_us"}
+
+
+def test_a_short_bench_compares_a_turn_with_a_bare_loop_and_httpx(tmp_path: Path) -> None:
+    report = report_of("bench/turn.py", tmp_path, "--quick", "--repeats", "1", "--in-flight", "8")
+    rows = {(row["context"], row["observation"]): row for row in report["rows"]}
+    assert set(rows) == set(product([1_024, 8_192], ["pre-encoded", "to-encode"]))
+    for row in rows.values():
+        assert 0 < row["aiohttp_floor_us"] < row["ours_us"]
+        assert row["aiohttp_floor_us"] < row["httpx_us"]
+
+
+def test_a_short_load_loses_nothing(tmp_path: Path) -> None:
+    few = ("--requests", "24", "--turns", "2", "--quick", "--modes", "tuned")
+    figures = report_of("bench/load.py", tmp_path, *few)["tuned"]
+    assert (figures["requests"], figures["turns"]) == (24, 48)
+    assert (figures["lost"], figures["violations"]) == (0, 0)
+    assert figures["loop_lag_ms"]["p50"] <= figures["loop_lag_ms"]["max"]
