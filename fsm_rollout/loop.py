@@ -301,7 +301,7 @@ class Loop:
         turn = sample.turns[-1]
         try:
             parsed = await self.codec.parse_async(
-                sample.columns.response_ids(turn.start, turn.stop),
+                sample.columns.response_tokens(turn.start, turn.stop),
                 finish=turn.finish or "",
                 call_id=f"call_{sample.num_turns}",
             )
@@ -348,7 +348,7 @@ class Loop:
         sample, seq = request.sample, request.seq
         try:
             async with asyncio.timeout(request.limits.tool_timeout_s):
-                text = await self.codec.decode_async(sample.columns.response_ids())
+                text = await self.codec.decode_async(sample.columns.response_tokens())
         except Exception as error:
             self._codec_failed(request, error, seq)
         else:

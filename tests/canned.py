@@ -63,7 +63,7 @@ class IdCodec:
 
     async def parse_async(self, ids: list[int], *, finish: str, call_id: str) -> ParsedTurn:
         text = await self.decode_async(ids)
-        found = (ToolCall("look", {}, f"{call_id}_0"),) if ids[-1:] == [CALL] else ()
+        found = (ToolCall("look", {}, f"{call_id}_0"),) if list(ids[-1:]) == [CALL] else ()
         return ParsedTurn(text, "", text, found)
 
     async def decode_async(self, ids: Sequence[int]) -> str:

@@ -104,7 +104,7 @@ class Server:
         self.always = always or answer()
         self.port = port
         self.seen: list[tuple[str, str]] = []  # (path, rid)
-        self.sessions: list[str] = []
+        self.headers: dict[str, str] = {}  # of the last try
         self.connections = 0
         self.opened = 0
         self.abort_step: Step = answer({})
@@ -172,7 +172,7 @@ class Server:
             self.aborted.setdefault(rid, asyncio.Event()).set()
             await self._watched(self.abort_step(self, writer, body), reader)
         elif path == "/generate":
-            self.sessions.append(headers["X-Session"])
+            self.headers = headers
             step = self.plan.pop(0) if self.plan else self.always
             await self._watched(step(self, writer, body), reader)
         else:

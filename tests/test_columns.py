@@ -237,6 +237,21 @@ def test_arrays_are_copies_in_flight_and_read_only_views_once_sealed() -> None:
     assert dtypes == ["int32", "uint8", "float32"]
 
 
+def test_live_views_are_read_only_and_hold_off_writers_until_they_are_let_go() -> None:
+    columns = Columns([1, 2])
+    columns.append(int32([3]), float32([-1.0]), {}, sampled=True)
+    loss_mask, log_probs = columns.live()
+    assert log_probs is not None
+    assert (loss_mask.tolist(), log_probs.tolist()) == ([1], [-1.0])
+    assert not loss_mask.flags.writeable | log_probs.flags.writeable
+    with pytest.raises(BufferError):
+        columns.append(int32([4]), float32([-2.0]), {}, sampled=True)
+    assert (columns.tokens.tolist(), columns.is_aligned) == ([1, 2, 3], True)
+    del loss_mask, log_probs
+    columns.append(int32([4]), float32([-2.0]), {}, sampled=True)
+    assert columns.tokens.tolist() == [1, 2, 3, 4]
+
+
 def test_a_token_takes_nine_bytes() -> None:
     columns = Columns(range(1000))
     columns.append(int32(range(1000)), float32([-1.0] * 1000), {}, sampled=True)
@@ -271,3 +286,7 @@ def test_the_last_id_and_response_ids_are_read_without_a_copy_of_everything() ->
     assert columns.last_id == 5
     assert columns.response_ids() == [3, 4, 5]
     assert columns.response_ids(1, 2) == [4]
+    kept = columns.response_tokens(1)
+    columns.append(int32([6]), float32([-1.0]), {}, sampled=True)
+    assert (kept.tolist(), kept.dtype.name) == ([4, 5], "int32")
+    assert columns.response_tokens(4).tolist() == []

@@ -164,6 +164,15 @@ def test_a_connection_reset_before_any_byte_is_taken_for_an_old_one_once() -> No
     run(main())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reply_that_stalls_ends_long_before_the_whole_time_of_a_try(stream: bool) -> None:
+    step = (STREAM_MAY_RUN_ON if stream else MAY_RUN_ON)["stall after the head"]
+    settings = HttpSettings(timeout_s=30, idle_timeout_s=0.1, max_tries=1)
+    started = time.monotonic()
+    run(_failing(step, settings=settings, stream=stream))
+    assert time.monotonic() - started < 5
+
+
 async def _failing(step: Step, **more: Any) -> tuple[EngineError, Server, HttpEngine]:
     async with Server(always=step) as server:
         engine = engine_for(server, **more)
@@ -194,6 +203,8 @@ def test_after_max_tries_the_last_fault_is_told(
     assert (error.reason, error.final) == (reason, False)
     assert message in str(error)
     assert engine.metrics["tries"] == len(set(server.generated)) == settings.max_tries
+    is_busy = message == "HTTP 429"
+    assert engine.endpoints[0].failures == (0 if is_busy else settings.max_tries)
 
 
 TOLD: dict[str, tuple[Step, StopReason, bool]] = {
@@ -363,14 +374,14 @@ def test_a_try_that_fails_after_its_abort_is_not_tried_again() -> None:
 def test_a_try_that_its_server_does_not_know_ends_soon_after_its_abort() -> None:
     async def main() -> None:
         async with Server(always=MAY_RUN_ON["no answer"]) as server:
-            engine = engine_for(server, settings=HttpSettings(abort_timeout_s=0.2))
+            engine = engine_for(server, settings=HttpSettings(abort_timeout_s=0.2, max_tries=1))
             generating = asyncio.create_task(ask(engine, "r1"))
             await server.until(lambda: bool(server.generated))
             await engine.abort("r1")
             with pytest.raises(EngineError) as caught:
                 await asyncio.wait_for(generating, 5)
             assert caught.value.reason is StopReason.ENGINE_ABORT
-            assert len(server.generated) == 1
+            assert engine.endpoints[0].failures == 0
             await engine.close()
 
     run(main())
@@ -393,20 +404,28 @@ def test_streamed_and_one_shot_replies_are_equal() -> None:
     assert streamed.finish == whole.finish
 
 
-@pytest.mark.parametrize("then", ["hang", "cut", "close", "keep"])
+async def _late_end(server: Server, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    writer.write(chunked(events(), end=False))
+    await asyncio.sleep(0.05)
+    writer.write(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("then", ["hang", "cut", "close", "keep", "late"])
 def test_a_stream_is_over_with_its_done_whatever_comes_behind(
     then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_LINGER_S", 0.2)
 
     async def main() -> None:
-        step = raw(chunked(events(), end=then == "keep"), then=then)
+        step = (
+            _late_end if then == "late" else raw(chunked(events(), end=then == "keep"), then=then)
+        )
         async with Server(always=step) as server:
             engine = engine_for(server, stream=True)
             for number in range(2):
                 assert (await ask(engine, str(number))).token_ids.tolist() == GOOD["ids"]
             assert len(server.generated) == 2
-            assert server.opened == (1 if then == "keep" else 2)
+            assert server.opened == (1 if then in ("keep", "late") else 2)
             await engine.close()
 
     run(main())
@@ -436,6 +455,20 @@ def test_a_stream_that_is_given_up_for_its_content_is_aborted() -> None:
             (rid,) = server.generated
             await server.until(lambda: ("/abort", rid) in server.seen and server.cuts == 1)
             await engine.close()
+
+    run(main())
+
+
+def test_a_try_carries_its_session_and_the_headers_of_the_engine() -> None:
+    async def main() -> None:
+        async with Server() as server:
+            engine = engine_for(server, headers={"Authorization": "Bearer key"})
+            await ask(engine, session="run-1")
+            await engine.close()
+            assert server.headers["X-Session"] == "run-1"
+            assert server.headers["Authorization"] == "Bearer key"
+            assert server.headers["Content-Type"] == "application/json"
+            assert server.headers["Accept-Encoding"] == "identity", "packed replies cost more"
 
     run(main())
 

@@ -111,6 +111,39 @@ def test_requests_that_wait_go_on_once_a_server_is_there(monkeypatch: pytest.Mon
     run(main())
 
 
+def test_a_server_that_answers_knocks_gets_one_try_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoints, "COOLDOWN_S", 0.05)
+    monkeypatch.setattr(call, "_BACKOFF_S", 0.01)
+
+    async def main() -> None:
+        async with Server(always=answer(b"", status=500)) as server:
+            engine = engine_for(server, settings=HttpSettings(max_tries=8))
+            with pytest.raises(EngineError, match="500"):
+                await ask(engine)
+            assert engine.metrics["knocks"] == len(server.generated) - 5 == 3
+            await engine.close()
+
+    run(main())
+
+
+def test_the_wait_for_a_server_starts_again_once_one_has_answered() -> None:
+    async def main() -> None:
+        async with Server() as server:
+            pass
+        engine = engine_for(server, settings=HttpSettings(engine_wait_s=0.6))
+        generating = asyncio.create_task(ask(engine))
+        await asyncio.sleep(0.2)
+        assert engine.metrics["faults.connect"] > 0
+        busy = answer(b"", status=429, more="Retry-After: 0.8\r\n")
+        async with Server(busy, port=server.port):
+            assert (await generating).finish == "stop"
+            await engine.close()
+
+    run(main())
+
+
 def test_a_server_that_answers_no_knock_stays_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "COOLDOWN_S", 0.1)
     monkeypatch.setattr(call, "_BACKOFF_S", 0.02)

@@ -125,6 +125,17 @@ def test_a_sample_written_by_its_writers_is_sound() -> None:
     assert invariants.violations(Sample()) == []
 
 
+def test_a_sample_is_written_on_after_it_was_checked() -> None:
+    sample = a_sample()
+    sample.columns._mask[4] = 1
+    found = invariants.violations(sample)
+    sample.columns._mask[4] = 0
+    sample.truncate(4)
+    sample.append_response_tokens([7, 8], trainable=False)
+    assert [violation.code for violation in found] == ["R3.2"]
+    assert invariants.violations(sample) == []
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_an_invariant_sees_what_breaks_it(name: str) -> None:
     code, breaks = BROKEN[name]

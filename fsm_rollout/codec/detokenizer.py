@@ -1,7 +1,7 @@
 """Detokenizer: ids to text, and which tokens a part of the text lies in.
 
 The vocabulary's way back. Byte-level tokenizers (GPT-2, Llama 3, Qwen, DeepSeek …) have a table of
-the bytes of each id, a fifth of the backend's cost; others go through the backend. Both give the
+the bytes of each id, a quarter of the backend's cost; others go through the backend. Both give the
 backend's text to the letter.
 """
 
@@ -112,7 +112,7 @@ class _Table:
     """What `find` says of each of `size` ids, asked when it first occurs."""
 
     def __init__(self, find: Callable[[int], Any], size: int, dtype: Any) -> None:
-        self._find = lru_cache(size)(find)
+        self._find = lru_cache(size)(find)  # for what the table cannot tell from unknown: 0, b""
         self._known = np.zeros(size + 1, dtype)  # the last one stands for all ids beyond
 
     def __getitem__(self, ids: Ids) -> npt.NDArray[Any]:
