@@ -37,8 +37,8 @@ from bench.peers import Body, Observe, Observed, floor, httpx_pattern
 from bench.server import serving
 from bench.verl import TOOLS, Verl
 from fsm_rollout.codec import Codec
+from fsm_rollout.engines.http.wire import Ask
 from fsm_rollout.engines.sglang import SGLangWire
-from fsm_rollout.engines.wire import Ask
 from fsm_rollout.rollout import run
 from fsm_rollout.tools.registry import Toolset
 from fsm_rollout.tuning import fast_loop

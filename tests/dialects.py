@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from fsm_rollout.engines.base import Generation, SamplingParams, checked
 from fsm_rollout.engines.http import HttpEngine
+from fsm_rollout.engines.http.wire import Ask, Reply, Wire
 from fsm_rollout.engines.sglang import SGLangEngine, SGLangWire
 from fsm_rollout.engines.vllm import VLLMEngine, VLLMWire
-from fsm_rollout.engines.wire import Ask, Reply, Wire
 
 RID = "0123456789abcdef" * 2
 DONE = b"[DONE]"

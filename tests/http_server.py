@@ -1,4 +1,4 @@
-"""A raw HTTP server and the smallest Wire, for the tests of engines/http.py.
+"""A raw HTTP server and the smallest Wire, for the tests of engines/http/engine.py.
 
 The server answers each `/generate` with the next step of its plan, and well once that is used up.
 It works below HTTP, so that a step can break it anywhere.
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, LogProbKind, SamplingParams
 from fsm_rollout.engines.http import HttpEngine, HttpSettings
-from fsm_rollout.engines.wire import Ask, Reply
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 

@@ -1,4 +1,4 @@
-"""engines/endpoints.py: sessions stay where their prefix is, dead servers are left alone."""
+"""engines/http/endpoints.py: sessions stay where their prefix is, dead servers are left alone."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fsm_rollout.engines.endpoints import (
+from fsm_rollout.engines.http.endpoints import (
     COOLDOWN_S,
     MAX_COOLDOWN_S,
     MAX_FAILURES,

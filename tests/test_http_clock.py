@@ -1,4 +1,4 @@
-"""engines/clock.py: a deadline that others may move or bring about is told from every cancel."""
+"""Clock: a deadline that others may move or bring about is told from every cancel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsm_rollout.engines.clock import Clock
+from fsm_rollout.engines.http.clock import Clock
 from tests.http_server import run
 
 both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

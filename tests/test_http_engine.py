@@ -1,4 +1,4 @@
-"""engines/http.py over real HTTP: what a server does wrong never becomes data (R5), each retry is
+"""HttpEngine over real HTTP: what a server does wrong never becomes data (R5), each retry is
 a new try and the old one was aborted before (R6)."""
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from fsm_rollout.columns import Columns
-from fsm_rollout.engines import call, transport
 from fsm_rollout.engines.base import Generation, SamplingParams
-from fsm_rollout.engines.http import HttpEngine, HttpSettings
+from fsm_rollout.engines.http import HttpEngine, HttpSettings, call, transport
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 from fsm_rollout.turn import Media

@@ -1,4 +1,4 @@
-"""engines/http.py over real HTTP: nothing leaks (R6, R14) and nothing waits for ever (R11)."""
+"""HttpEngine over real HTTP: nothing leaks (R6, R14) and nothing waits for ever (R11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""engines/http.py over real HTTP: dead servers among the living are not noticed (R13), connections
+"""HttpEngine over real HTTP: dead servers among the living are not noticed (R13), connections
 are kept, ramped up, and provided for."""
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from fsm_rollout.engines import call, endpoints
-from fsm_rollout.engines.http import HttpSettings
+from fsm_rollout.engines.http import HttpSettings, call, endpoints
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 from tests.http_server import FAST, GOOD, Server, answer, ask, at_home, engine_for, raw, run

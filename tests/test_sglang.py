@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.http.wire import Reply
 from fsm_rollout.engines.sglang import SGLangEngine, SGLangWire
-from fsm_rollout.engines.wire import Reply
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 from tests.canned import serve

@@ -1,4 +1,4 @@
-"""engines/sse.py: the bytes of a stream, cut anywhere, come out as the same events."""
+"""engines/http/sse.py: the bytes of a stream, cut anywhere, come out as the same events."""
 
 import json
 import time
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.engines import sse
-from fsm_rollout.engines.sse import Events
+from fsm_rollout.engines.http import sse
+from fsm_rollout.engines.http.sse import Events
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 

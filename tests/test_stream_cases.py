@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsm_rollout.codec import Codec
-from fsm_rollout.engines.sse import Events
-from fsm_rollout.engines.wire import Ask, Reply
+from fsm_rollout.engines.http.sse import Events
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.parsers import get_parser

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.http.wire import Reply
 from fsm_rollout.engines.vllm import VLLMEngine, VLLMWire
-from fsm_rollout.engines.wire import Reply
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 from tests.canned import serve

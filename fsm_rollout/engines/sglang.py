@@ -15,9 +15,9 @@ import msgspec
 from fsm_rollout.arrays import Ints
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.http import HttpEngine, HttpSettings
-from fsm_rollout.engines.replies import NEUTRAL, encoded_media, is_filtered
+from fsm_rollout.engines.http.replies import NEUTRAL, encoded_media, is_filtered
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.engines.sglang_stream import NAME, SGLangStream, refused
-from fsm_rollout.engines.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 
 

@@ -14,9 +14,9 @@ import msgspec
 
 from fsm_rollout.engines.base import LogProbKind
 from fsm_rollout.engines.http import HttpEngine, HttpSettings
-from fsm_rollout.engines.replies import NEUTRAL, encoded_media, failed
+from fsm_rollout.engines.http.replies import NEUTRAL, encoded_media, failed
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.engines.vllm_stream import NAME, VLLMStream, refused
-from fsm_rollout.engines.wire import Ask, Reply
 from fsm_rollout.errors import ConfigError, EngineError
 
 Route = Literal["generate", "completions"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.engines.replies import (
+from fsm_rollout.engines.http.replies import (
     Parts,
     bad,
     decoded,
@@ -20,7 +20,7 @@ from fsm_rollout.engines.replies import (
     refusal,
     replayed,
 )
-from fsm_rollout.engines.wire import Ask, Reply
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 
 NAME = "vllm"

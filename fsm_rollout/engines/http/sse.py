@@ -1,6 +1,6 @@
 """Events: the bytes of a stream, cut anywhere, put together to server-sent events.
 
-engines/transport.py feeds it. O(new bytes), whatever the chunks are; what is pending is bounded.
+transport.py feeds it. O(new bytes), whatever the chunks are; what is pending is bounded.
 """
 
 from __future__ import annotations

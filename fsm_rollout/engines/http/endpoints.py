@@ -1,6 +1,6 @@
 """Endpoints: which server a session is sent to, and which servers are left alone for a while.
 
-Bookkeeping without I/O: engines/http.py asks before each try and tells what came of it. A session
+Bookkeeping without I/O: engine.py asks before each try and tells what came of it. A session
 stays with its home while that lives, so that its prefix stays in one server's cache. Sessions of a
 dead endpoint, and only those, go elsewhere, and return home with it.
 """

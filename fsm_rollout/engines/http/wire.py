@@ -1,8 +1,8 @@
 """Wire: how one kind of inference server is spoken to, as bytes. No network and no state.
 
-engines/http.py moves the bytes; sglang.py and vllm.py each implement a Wire. What a server said
-comes out as a Reply, normalised but not yet checked: the engine makes a Generation of it, or an
-EngineError.
+call.py and transport.py move the bytes; engines/sglang.py and engines/vllm.py each implement a
+Wire. What a server said comes out as a Reply, normalised but not yet checked: the engine makes a
+Generation of it, or an EngineError.
 """
 
 from __future__ import annotations
@@ -65,9 +65,11 @@ class Stream(Protocol):
 
     def feed(self, event: bytes) -> None:
         """Take the data of one server-sent event, `[DONE]` included. EngineError when it is bad."""
+        ...
 
     def reply(self) -> Reply:
         """The whole reply, once the stream has ended. EngineError when it lacks its end."""
+        ...
 
 
 class Wire(Protocol):
@@ -80,18 +82,24 @@ class Wire(Protocol):
 
     def headers(self, ask: Ask) -> Mapping[str, str]:
         """Headers beside the content type: the key of session affinity."""
+        ...
 
     def body(self, ask: Ask) -> bytes:
         """The request's body."""
+        ...
 
     def reply(self, body: bytes, ask: Ask) -> Reply:
         """The reply of a request that did not stream. EngineError(bad_reply) when it is none."""
+        ...
 
     def stream(self, ask: Ask) -> Stream:
         """What puts a streamed reply together."""
+        ...
 
     def refusal(self, status: int, body: bytes) -> EngineError:
         """What an HTTP status other than 200 means: its reason, and whether it is final."""
+        ...
 
     def abort(self, rid: str) -> tuple[str, bytes]:
         """Path and body of the POST that aborts exactly this try."""
+        ...

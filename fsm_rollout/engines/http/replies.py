@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from fsm_rollout.engines.base import SamplingParams
-from fsm_rollout.engines.wire import Ask
+from fsm_rollout.engines.http.wire import Ask
 from fsm_rollout.errors import EngineError, InvariantError
 from fsm_rollout.limits import StopReason
 from fsm_rollout.replay import counters_of, routed_experts_of, top_p_of, weight_runs_of

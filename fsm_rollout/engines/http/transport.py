@@ -1,6 +1,6 @@
 """Transport: HTTP exchanges over kept-alive connections, each under a deadline.
 
-engines/servers.py and call.py send aborts, control calls and generations through it. What goes
+servers.py and call.py send aborts, control calls and generations through it. What goes
 wrong on the way is a Fault, which says how far the exchange came.
 """
 
@@ -17,8 +17,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from fsm_rollout.engines.clock import Clock
-from fsm_rollout.engines.sse import Events
+from fsm_rollout.engines.http.clock import Clock
+from fsm_rollout.engines.http.sse import Events
 from fsm_rollout.errors import ConfigError, EngineError
 
 FaultKind = Literal["connect", "disconnect", "timeout", "broken", "reply", "server", "busy"]

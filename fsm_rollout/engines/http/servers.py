@@ -1,6 +1,6 @@
 """Servers: the endpoints of one engine within reach: knocked at, told to abort, called.
 
-engines/call.py sends its tries through it; engines/http.py owns it.
+call.py sends its tries through it; engine.py owns it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.engines.endpoints import Endpoint, Endpoints
-from fsm_rollout.engines.transport import Answer, Fault, Transport
-from fsm_rollout.engines.wire import Wire
+from fsm_rollout.engines.http.endpoints import Endpoint, Endpoints
+from fsm_rollout.engines.http.transport import Answer, Fault, Transport
+from fsm_rollout.engines.http.wire import Wire
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 

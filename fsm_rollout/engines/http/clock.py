@@ -1,6 +1,6 @@
 """Clock: the deadline of what one call waits for, which others may move or bring about.
 
-engines/call.py has one for each `generate`. It does what `asyncio.timeout` does, at half the cost:
+call.py has one for each `generate`. It does what `asyncio.timeout` does, at half the cost:
 a plain `with`, used again for each wait, whose deadline moves on without a new timer.
 """
 

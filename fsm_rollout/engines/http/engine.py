@@ -19,17 +19,15 @@ import msgspec
 from fsm_rollout.arrays import Ints
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, LogProbKind, SamplingParams, checked
-from fsm_rollout.engines.call import Call
-from fsm_rollout.engines.endpoints import Endpoint, Endpoints
+from fsm_rollout.engines.http.call import Call
+from fsm_rollout.engines.http.endpoints import Endpoint, Endpoints
+from fsm_rollout.engines.http.servers import HttpSettings, Servers
+from fsm_rollout.engines.http.transport import reserve_files
+from fsm_rollout.engines.http.wire import Ask, Reply, Wire
 from fsm_rollout.engines.probe import Finding, fits, probe
-from fsm_rollout.engines.servers import HttpSettings, Servers
-from fsm_rollout.engines.transport import reserve_files
-from fsm_rollout.engines.wire import Ask, Reply, Wire
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 from fsm_rollout.turn import engine_ids
-
-__all__ = ["HttpEngine", "HttpSettings"]
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Call: one `generate` in flight: try after try, until there is an answer.
 
-engines/http.py makes one for each `generate`. A try that may still run on a server is aborted there
+engine.py makes one for each `generate`. A try that may still run on a server is aborted there
 before the next one is sent, and each try has an id of its own: no reply is taken twice or late.
 """
 
@@ -14,11 +14,11 @@ from hashlib import blake2b
 
 import msgspec
 
-from fsm_rollout.engines.clock import Clock
-from fsm_rollout.engines.endpoints import Endpoint
-from fsm_rollout.engines.servers import Servers
-from fsm_rollout.engines.transport import Answer, Fault, FaultKind
-from fsm_rollout.engines.wire import Ask, Reply
+from fsm_rollout.engines.http.clock import Clock
+from fsm_rollout.engines.http.endpoints import Endpoint
+from fsm_rollout.engines.http.servers import Servers
+from fsm_rollout.engines.http.transport import Answer, Fault, FaultKind
+from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 
