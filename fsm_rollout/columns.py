@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,12 +17,7 @@ import numpy.typing as npt
 
 from fsm_rollout.arrays import Floats, Ints, fits, float32, int32, view
 from fsm_rollout.errors import ConfigError, InvariantError
-
-if TYPE_CHECKING:
-    from fsm_rollout.replay_columns import ReplayColumns, Reported
-
-WeightVersion: TypeAlias = str | int | None
-"""which weights sampled a token; None: the engine did not say"""
+from fsm_rollout.replay_columns import ReplayColumns, Reported
 
 
 class Column(msgspec.Struct, frozen=True):

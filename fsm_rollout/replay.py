@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import index
 from types import NoneType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.columns import WeightVersion
+from fsm_rollout.arrays import Ints, int32
 from fsm_rollout.errors import InvariantError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,9 @@ _COUNTERS = {
     "spec_accepted_tokens": ("spec_num_correct_drafts", "spec_accept_token_num"),
     "spec_draft_tokens": ("spec_num_proposed_drafts", "spec_draft_token_num"),
 }
+
+WeightVersion: TypeAlias = str | int | None
+"""which weights sampled a token; None: the engine did not say"""
 
 
 class TopP(msgspec.Struct, frozen=True, gc=False):
@@ -275,3 +278,11 @@ def _tiled(meta: Mapping[str, Any], count: int) -> list[tuple[WeightVersion, int
         runs.append((span.get("version"), end - start))
         at = end
     return runs if at == count else None
+
+
+def reusable_rows(tokens: Ints, other: Ints) -> int:
+    """How many expert rows of `other` are those of `tokens`: the length of their common prefix."""
+    ours, theirs = int32(tokens), int32(other)
+    shorter = min(len(ours), len(theirs))
+    differs = ours[:shorter] != theirs[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter

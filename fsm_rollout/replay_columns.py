@@ -9,15 +9,14 @@ from __future__ import annotations
 import base64
 import io
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.arrays import Ints, int32, view
-from fsm_rollout.columns import Columns
+from fsm_rollout.arrays import view
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.replay import (
     INT32,
@@ -28,10 +27,6 @@ from fsm_rollout.replay import (
     routed_experts_of,
     top_p_of,
 )
-
-if TYPE_CHECKING:
-    from fsm_rollout.sample import Sample
-    from fsm_rollout.turn import Turn
 
 
 class ReplayColumns:
@@ -151,39 +146,39 @@ class Reported(msgspec.Struct, frozen=True, gc=False):
 def reported(
     meta: Mapping[str, Any] | None,
     tokens: npt.NDArray[np.int32],
-    columns: Columns,
+    held: ReplayColumns | None,
     *,
+    length: int,
+    num_sampled: int,
+    num_streamed: int,
     sampled: bool,
-    turn: Turn | None,
     ends: bool,
 ) -> Reported | None:
     """What `meta` says about `tokens` [N] that are to be appended; None: nothing was ever reported.
 
+    held, length, num_sampled: replay data, tokens and sampled tokens of the sample so far.
+    num_streamed: those of them that belong to the reply that goes on.
     sampled: not an observation, not forced; of those nothing is reported.
-    turn: the open model turn, if there is one.
     ends: this is the end of a reply; rows of experts may come with it for all of a stream.
     Raises InvariantError, also where sampled tokens lack what others have.
     """
-    held, count, total = columns.replay, len(tokens), columns.length + len(tokens)
+    count = len(tokens)
     if not sampled or meta is None:
         top_p = routed = None
     else:
-        top_p, routed = top_p_of(meta, count), _new_rows(meta, total, held)
+        top_p, routed = top_p_of(meta, count), _new_rows(meta, length + count, held)
     if held is None and top_p is None and routed is None:
         return None
     held = held or ReplayColumns()
     if top_p is not None:
-        if held.offsets is None and columns.num_sampled:
-            raise _partly("top_p", f"{columns.num_sampled} earlier tokens lack it")
+        if held.offsets is None and num_sampled:
+            raise _partly("top_p", f"{num_sampled} earlier tokens lack it")
         _check_kept(top_p, tokens, len(held.ids))
     elif sampled and count and held.offsets is not None:
         raise _partly("top_p", f"{count} new tokens lack it")
     if routed is not None:
-        streamed = turn.num_sampled if turn is not None and turn.finish is None else 0
-        if held.row is None and columns.num_sampled > streamed:
-            raise _partly(
-                "routed_experts", f"{columns.num_sampled - streamed} earlier tokens lack it"
-            )
+        if held.row is None and num_sampled > num_streamed:
+            raise _partly("routed_experts", f"{num_sampled - num_streamed} earlier tokens lack it")
     elif sampled and count and ends and held.row is not None:
         raise _partly("routed_experts", f"{count} new tokens lack it")
     return Reported(held, top_p, routed)
@@ -233,32 +228,6 @@ def _new_rows(
             "routed_experts_shape", f"experts are {routed.rows.dtype}, earlier ones {row.base}"
         )
     return RoutedExperts(routed.rows[num_rows - start :], num_rows)
-
-
-# -- over samples ----------------------------------------------------------------------------------
-
-
-def kept_per_trained_token(samples: Iterable[Sample]) -> float | None:
-    """The mean number of ids that top-p kept, over trained tokens; None: there is none to average.
-
-    Samples that were taken out of training or did not report it are left out.
-    """
-    kept = trained = 0
-    for sample in samples:
-        offsets = sample.rollout_top_p_token_offsets
-        if offsets is not None and not sample.remove_sample:
-            mask = sample.loss_mask.astype(bool)
-            kept += int(np.diff(offsets)[mask].sum())
-            trained += int(mask.sum())
-    return kept / trained if trained else None
-
-
-def reusable_rows(tokens: Ints, other: Ints) -> int:
-    """How many expert rows of `other` are those of `tokens`: the length of their common prefix."""
-    ours, theirs = int32(tokens), int32(other)
-    shorter = min(len(ours), len(theirs))
-    differs = ours[:shorter] != theirs[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _npy(values: npt.NDArray[Any]) -> str:

@@ -242,8 +242,17 @@ class Sample:
         rows = self.columns.checked_extra(extra, count)
         new = None
         if self.columns.replay is not None or meta.replay is not None:
-            ends, turn = update_terminal_info, self.open_turn
-            new = reported(meta.replay, ids, self.columns, sampled=trainable, turn=turn, ends=ends)
+            turn = self.open_turn
+            new = reported(
+                meta.replay,
+                ids,
+                self.columns.replay,
+                length=self.columns.length,
+                num_sampled=self.columns.num_sampled,
+                num_streamed=turn.num_sampled if turn is not None and turn.finish is None else 0,
+                sampled=trainable,
+                ends=update_terminal_info,
+            )
         if text is not None and not isinstance(text, str):
             raise InvariantError("R3.6.text", f"text must be a string, got {type(text).__name__}")
 

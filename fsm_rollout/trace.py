@@ -11,6 +11,7 @@ from statistics import fmean
 from types import TracebackType
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -18,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.limits import TERMINAL, Status
-from fsm_rollout.replay_columns import kept_per_trained_token
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.machine import Transition
@@ -151,6 +151,21 @@ def summarise(requests: Iterable[Request], seconds: float) -> Summary:
         seconds=seconds,
         tokens_per_s=sampled / seconds if seconds else 0.0,
     )
+
+
+def kept_per_trained_token(samples: Iterable[Sample]) -> float | None:
+    """The mean number of ids that top-p kept, over trained tokens; None: there is none to average.
+
+    Samples that were taken out of training or did not report it are left out.
+    """
+    kept = trained = 0
+    for sample in samples:
+        offsets = sample.rollout_top_p_token_offsets
+        if offsets is not None and not sample.remove_sample:
+            mask = sample.loss_mask.astype(bool)
+            kept += int(np.diff(offsets)[mask].sum())
+            trained += int(mask.sum())
+    return kept / trained if trained else None
 
 
 def token_strip(

@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.columns import WeightVersion
 from fsm_rollout.errors import InvariantError
-from fsm_rollout.replay import REPLAY_NAMES, weight_runs_of
+from fsm_rollout.replay import REPLAY_NAMES, WeightVersion, weight_runs_of
 
 FINISHES = frozenset({"stop", "length", "abort", "repetition"})
 LOG_PROB_KINDS = ("scaled", "raw", "processed")

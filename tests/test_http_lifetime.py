@@ -221,16 +221,19 @@ def test_shutdown_during_traffic_is_clean(
     async def main(url: str) -> None:
         engine = engine_for(url)
 
+        is_busy = asyncio.Event()
+
         async def traffic(number: int) -> str:
             while True:
+                if engine.metrics["tries"] > 100:
+                    is_busy.set()
                 try:
                     await ask(engine, str(number))
                 except EngineError as error:
                     return str(error)
 
         tasks = [asyncio.create_task(traffic(n)) for n in range(30)]
-        await asyncio.sleep(0.3)
-        assert engine.metrics["tries"] > 100
+        await is_busy.wait()
         if is_closed:
             await engine.close()
             assert set(await asyncio.gather(*tasks)) == {"the engine was closed"}

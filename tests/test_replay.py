@@ -28,13 +28,14 @@ from fsm_rollout.replay import (
     TopP,
     counters_of,
     decode_int32_meta_array,
+    reusable_rows,
     routed_experts_of,
     top_p_of,
     weight_runs_of,
 )
-from fsm_rollout.replay_columns import kept_per_trained_token, reusable_rows
 from fsm_rollout.sample import Sample
 from fsm_rollout.testing.snapshot import sample_snapshot
+from fsm_rollout.trace import kept_per_trained_token
 
 ROOT = Path(__file__).parents[1]
 

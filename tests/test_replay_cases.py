@@ -16,8 +16,7 @@ import pytest
 from fsm_rollout.columns import Columns
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.invariants import violations
-from fsm_rollout.replay import counters_of, routed_experts_of, top_p_of
-from fsm_rollout.replay_columns import reusable_rows
+from fsm_rollout.replay import counters_of, reusable_rows, routed_experts_of, top_p_of
 from fsm_rollout.sample import Sample
 from fsm_rollout.testing.snapshot import sample_snapshot
 

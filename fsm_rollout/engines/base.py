@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.arrays import Floats, Ints, float32, int32
-from fsm_rollout.columns import Columns, WeightVersion
+from fsm_rollout.columns import Columns
 from fsm_rollout.errors import ConfigError, EngineError, InvariantError
 from fsm_rollout.limits import StopReason
-from fsm_rollout.replay import RoutedExperts, TopP
+from fsm_rollout.replay import RoutedExperts, TopP, WeightVersion
 
 Finish = Literal["stop", "length", "abort", "repetition"]
 LogProbKind = Literal["scaled", "raw", "processed"]

@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from fsm_rollout.arrays import Floats
-from fsm_rollout.columns import Columns, WeightVersion
+from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams, checked
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
+from fsm_rollout.replay import WeightVersion
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from hypothesis import strategies as st
 
-from fsm_rollout.columns import Column, WeightVersion
+from fsm_rollout.columns import Column
 from fsm_rollout.limits import Limits
-from fsm_rollout.replay import REPLAY_NAMES, RoutedExperts
+from fsm_rollout.replay import REPLAY_NAMES, RoutedExperts, WeightVersion
 from fsm_rollout.turn import FINISHES, ToolCall
 
 Arguments: TypeAlias = dict[str, Any]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-from fsm_rollout.columns import WeightVersion
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.replay import WeightVersion
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.table import Event

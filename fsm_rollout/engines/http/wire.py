@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import msgspec
 
 from fsm_rollout.arrays import Floats, Ints
-from fsm_rollout.columns import WeightVersion
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.errors import EngineError
-from fsm_rollout.replay import RoutedExperts, TopP
+from fsm_rollout.replay import RoutedExperts, TopP, WeightVersion
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False, kw_only=True):
