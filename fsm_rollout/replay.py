@@ -120,7 +120,8 @@ def routed_experts_of(
 
     The last token was not forwarded: it has no row. `routed_experts` may be flat (raw int32), then
     `shape` says (layers, k); [n, layers, k] in .npy, lists or an array; or RoutedExperts. uint8 and
-    uint16 stay as they are. `routed_experts_start_len`, where a server repeats it, must be `start`.
+    uint16 stay as they are. `routed_experts_start_len`, where a server repeats it, must be `start`;
+    rows of all tokens are taken from `start` on.
     None: not reported. Raises InvariantError routed_experts_length, _start, _shape, bad_meta_array.
     """
     value = meta.get("routed_experts")
@@ -129,11 +130,13 @@ def routed_experts_of(
     told = meta.get("routed_experts_start_len")
     if isinstance(value, RoutedExperts):
         told, value = value.start, value.rows
-    if told is not None and told != start:
+    rows, expected = expert_rows(value, shape), max(total - 1 - start, 0)
+    if told in (None, 0) and len(rows) == total - 1:  # of all tokens, whatever was asked
+        rows = rows[start:]
+    elif told is not None and told != start:
         raise InvariantError(
             "routed_experts_start", f"the expert rows start at {told!r}, asked was {start}"
         )
-    rows, expected = expert_rows(value, shape), max(total - 1 - start, 0)
     if len(rows) != expected:
         raise InvariantError(
             "routed_experts_length",
@@ -158,7 +161,11 @@ def expert_rows(value: Any, shape: tuple[int, ...] | None = None) -> npt.NDArray
         raise InvariantError(
             "routed_experts_shape",
             f"routed_experts have the shape {rows.shape}: it must be (n, layers, k)"
-            + (f", with (layers, k) = {tuple(shape)}" if shape else "; flat ones need to know it"),
+            + (
+                f", with (layers, k) = {tuple(shape)}"
+                if shape
+                else "; beside flat ones, say it as routed_experts_shape"
+            ),
         )
     if rows.dtype not in (np.uint8, np.uint16):
         rows = _int32(rows, "routed_experts")
@@ -261,6 +268,11 @@ def _flat(mask: Any) -> tuple[Any, Any]:
     if not all(type(span) is list for span in spans):
         spans = [decode_int32_meta_array(span, what=_MASKS[1]).tolist() for span in spans]
     return list(chain.from_iterable(spans)), [0, *accumulate(map(len, spans))]
+
+
+def tiles(meta: Mapping[str, Any], count: int) -> bool:
+    """The spans of `weight_versions` cover `count` tokens without a gap."""
+    return bool(_tiled(meta, count))
 
 
 def _tiled(meta: Mapping[str, Any], count: int) -> list[tuple[WeightVersion, int]] | None:

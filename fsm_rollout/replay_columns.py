@@ -10,6 +10,7 @@ import base64
 import io
 from array import array
 from collections.abc import Mapping
+from operator import index
 from typing import Any
 
 import msgspec
@@ -219,7 +220,7 @@ def _new_rows(
             "routed_experts_start",
             f"the expert rows start at {start!r}: {num_rows} are held, none may be missed",
         )
-    shape = None if row is None else row.shape
+    shape = _shape(meta.get("routed_experts_shape")) if row is None else row.shape
     routed = routed_experts_of(meta, total, start=int(start), shape=shape)
     if routed is None or row is None:
         return routed
@@ -228,6 +229,18 @@ def _new_rows(
             "routed_experts_shape", f"experts are {routed.rows.dtype}, earlier ones {row.base}"
         )
     return RoutedExperts(routed.rows[num_rows - start :], num_rows)
+
+
+def _shape(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    try:
+        layers, k = (index(n) for n in value)
+    except (TypeError, ValueError) as error:
+        raise InvariantError(
+            "routed_experts_shape", f"routed_experts_shape is (layers, k), got {value!r}"
+        ) from error
+    return layers, k
 
 
 def _npy(values: npt.NDArray[Any]) -> str:

@@ -30,8 +30,6 @@ T = TypeVar("T")
 
 _PROBED = "Tell me about a river that you know, where it begins and what lives in it."
 """behind a prompt like this no model is certain how to go on"""
-_BURST = 16
-"""requests that start before the event loop goes on: all at once would stop it for seconds"""
 
 
 class Rollout:
@@ -137,11 +135,10 @@ class Rollout:
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for number, request in enumerate(requests, 1):
+                for request in requests:
                     await gate.acquire()
                     tasks.create_task(admitted(request))
-                    if number % _BURST == 0:
-                        await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # all at once would stop the event loop for seconds
         except BaseExceptionGroup as bugs:  # a bug of ours or of a listener: no request's fault
             raise bugs.exceptions[0] from bugs
 

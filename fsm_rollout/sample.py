@@ -217,7 +217,8 @@ class Sample:
         forced: untrained tokens inside a model turn (a prefill, a budget-forced `</think>`).
         meta_info: `finish_reason` (a string or `{"type": ...}`), `weight_version` or
         `weight_versions` (runs), `temperature`, `top_p`, `log_prob_kind`, and replay data as
-        `replay.top_p_of` and `replay.routed_experts_of` read it; the rest is ignored.
+        `replay.top_p_of` and `replay.routed_experts_of` read it, flat experts beside their
+        `routed_experts_shape` (layers, k); the rest is ignored.
         text: what the tokens say, kept in `response`.
         extra: values [N] of declared columns.
         update_terminal_info: False for all but the last chunk of a stream: the turn stays open.
@@ -227,9 +228,7 @@ class Sample:
                 "R3.closed", f"{self._where()} is {self.status}: nothing can be appended"
             )
         if trainable and forced:
-            raise InvariantError(
-                "R3.2.forced", "forced tokens were not sampled: pass trainable=False"
-            )
+            raise InvariantError("R3.2.forced", "forced tokens are not sampled: trainable=False")
         ids = int32(tokens)
         count = len(ids)
         sampled = self.columns.checked_log_probs(log_probs, count, trainable, self._where)
@@ -237,21 +236,22 @@ class Sample:
             raise InvariantError(
                 "R3.5.room", f"{count} tokens for {self._where()}, which has room for {self.room}"
             )
-        meta = checked_meta(meta_info, count, trainable=trainable)
-        finish = meta.finish if update_terminal_info and (trainable or forced) else None
+        turn = self.open_turn
+        ends = update_terminal_info
+        meta = checked_meta(meta_info, count, trainable=trainable, turn=turn, ends=ends)
+        finish = meta.finish if ends and (trainable or forced) else None
         rows = self.columns.checked_extra(extra, count)
         new = None
         if self.columns.replay is not None or meta.replay is not None:
-            turn = self.open_turn
             new = reported(
                 meta.replay,
                 ids,
                 self.columns.replay,
                 length=self.columns.length,
                 num_sampled=self.columns.num_sampled,
-                num_streamed=turn.num_sampled if turn is not None and turn.finish is None else 0,
+                num_streamed=0 if turn is None else turn.streamed,
                 sampled=trainable,
-                ends=update_terminal_info,
+                ends=ends,
             )
         if text is not None and not isinstance(text, str):
             raise InvariantError("R3.6.text", f"text must be a string, got {type(text).__name__}")
@@ -260,14 +260,15 @@ class Sample:
         self.columns.append(ids, sampled, rows, sampled=trainable, reported=new)
         if count or text is not None:
             self.response = None if text is None or known is None else known + text
-        if count or finish is not None:
+        if count or finish is not None or (turn is not None and turn.streamed):
             turn = self._turn("model" if trainable or forced else "observation")
             if forced and count:
                 turn.put_in(count)
             turn.stop += count
             turn.finish = finish
             turn.take(meta)
-            self.num_versioned += sum([n for _, n in meta.runs])
+            turn.streamed = 0 if ends else turn.streamed + count * trainable
+            self.num_versioned += sum([n for _, n in meta.runs]) - meta.earlier
 
     def truncate(self, response: int) -> int:
         """Keep the first `response` response tokens of every column, turn and span.

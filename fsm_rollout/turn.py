@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import InvariantError
-from fsm_rollout.replay import REPLAY_NAMES, WeightVersion, weight_runs_of
+from fsm_rollout.replay import REPLAY_NAMES, WeightVersion, tiles, weight_runs_of
 
 FINISHES = frozenset({"stop", "length", "abort", "repetition"})
 LOG_PROB_KINDS = ("scaled", "raw", "processed")
@@ -92,6 +92,7 @@ class Turn:
     log_prob_kind: str | None = None
     weight_versions: list[Run] = field(default_factory=list)  # runs that tile the sampled tokens
     forced: list[tuple[int, int]] = field(default_factory=list)  # spans put in by us, like start
+    streamed: int = 0  # sampled tokens of a reply that goes on: its end may say more about them
 
     @property
     def is_open(self) -> bool:
@@ -114,6 +115,9 @@ class Turn:
 
     def take(self, meta: Meta) -> None:
         """Note what the engine said about the tokens that were just appended."""
+        if meta.earlier:
+            told = sum([count for _, count in meta.runs])
+            self.weight_versions = _first(self.weight_versions, self.num_sampled - told)
         extend_runs(self.weight_versions, meta.runs)
         if meta.temperature is not None:
             self.temperature = meta.temperature
@@ -140,6 +144,8 @@ class Meta(msgspec.Struct, frozen=True):
 
     finish: str | None = None
     runs: Sequence[Run] = ()
+    earlier: int = 0
+    """tokens of the same reply, appended before, that the runs cover too"""
     temperature: float | None = None
     top_p: float | None = None
     log_prob_kind: str | None = None
@@ -147,8 +153,18 @@ class Meta(msgspec.Struct, frozen=True):
     """all of it, still encoded, where something in it is replay data"""
 
 
-def checked_meta(meta: Mapping[str, Any] | None, count: int, *, trainable: bool) -> Meta:
-    """The parts of `meta_info` that the record keeps. InvariantError names the one that is bad."""
+def checked_meta(
+    meta: Mapping[str, Any] | None,
+    count: int,
+    *,
+    trainable: bool,
+    turn: Turn | None = None,
+    ends: bool = True,
+) -> Meta:
+    """The parts of `meta_info` that the record keeps. InvariantError names the one that is bad.
+
+    `turn` is the open one, if there is one; `ends`: this is all of a reply, or its last part.
+    """
     try:
         given = dict(meta or {})
     except (TypeError, ValueError) as error:
@@ -159,14 +175,36 @@ def checked_meta(meta: Mapping[str, Any] | None, count: int, *, trainable: bool)
     kind = given.get("log_prob_kind")
     if kind is not None and kind not in LOG_PROB_KINDS:
         raise InvariantError("R3.6.meta", f"log_prob_kind {kind!r} is not one of {LOG_PROB_KINDS}")
+    runs, earlier = _runs(given, count, turn, ends=ends)
     return Meta(
         finish,
-        weight_runs_of(given, count),
+        runs,
+        earlier,
         _positive(given, "temperature"),
         _positive(given, "top_p"),
         kind,
         None if REPLAY_NAMES.isdisjoint(given) else given,
     )
+
+
+def _runs(
+    meta: Mapping[str, Any], count: int, turn: Turn | None, *, ends: bool
+) -> tuple[Sequence[Run], int]:
+    """Runs, and how many tokens they cover before the `count` new ones.
+
+    A server's spans count from the start of the reply; one that names the version at the end only
+    means all of the reply.
+    """
+    streamed = 0 if turn is None else turn.streamed
+    if turn is not None and streamed:
+        whole = streamed + count
+        if tiles(meta, whole):
+            return weight_runs_of(meta, whole), streamed
+        version, last = meta.get("weight_version"), turn.weight_versions[-1]
+        is_unknown = last[0] is None and last[1] >= streamed
+        if ends and is_unknown and version is not None and meta.get("weight_versions") is None:
+            return weight_runs_of({"weight_version": version}, whole), streamed
+    return weight_runs_of(meta, count), 0
 
 
 def _positive(meta: Mapping[str, Any], name: str) -> float | None:

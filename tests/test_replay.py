@@ -729,3 +729,29 @@ def test_every_code_is_explained() -> None:
     page = (ROOT / "docs/explanation/invariants.md").read_text()
     assert len(codes) >= 8
     assert {code for code in codes if f"`{code}`" not in page} == set()
+
+
+def test_rows_of_all_tokens_are_taken_from_where_they_are_needed() -> None:
+    """A server that ignores the start sends all of them, in each turn."""
+    rows = np.arange(5 * 2 * 2).reshape(5, 2, 2)
+    for told in ({}, {"routed_experts_start_len": 0}):
+        found = routed_experts_of({"routed_experts": rows, **told}, 6, start=3)
+        assert found is not None
+        assert (found.start, found.rows.tolist()) == (3, rows[3:].tolist())
+    with pytest.raises(InvariantError, match="routed_experts_length"):
+        routed_experts_of({"routed_experts": rows[1:]}, 6, start=3)
+
+
+def test_flat_rows_beside_tokens_say_their_shape() -> None:
+    flat = np.arange(2 * 2 * 2, dtype=np.int32).tobytes()
+    for shape in ((2, 2), [2, 2]):
+        sample = Sample(columns=Columns([1, 2]))
+        meta = {"routed_experts": flat, "routed_experts_shape": shape}
+        sample.append_response_tokens([3], [-1.0], meta_info=meta)
+        assert sample.rollout_routed_experts is not None
+        assert sample.rollout_routed_experts.shape == (2, 2, 2)
+    for wrong in ("xy", 3, (2,), (2, 2.5), None):
+        sample = Sample(columns=Columns([1, 2]))
+        told: dict[str, Any] = {"routed_experts": flat, "routed_experts_shape": wrong}
+        with pytest.raises(InvariantError, match="routed_experts_shape"):
+            sample.append_response_tokens([3], [-1.0], meta_info=told)

@@ -419,3 +419,47 @@ def test_messages_show_the_prompt_and_each_turn_with_its_span() -> None:
         {"role": "user", "content": "2 + 2?", "span": None},
         {"role": "assistant", "content": "hm", "span": (2, 5)},
     ]
+
+
+def streamed(*chunks: tuple[list[int], dict[str, Any]]) -> list[tuple[Any, int]]:
+    """The version runs of a reply that came in these chunks."""
+    sample = a_sample()
+    for number, (ids, meta) in enumerate(chunks, 1):
+        sample.append_response_tokens(
+            ids, [-1.0] * len(ids), meta_info=meta, update_terminal_info=number == len(chunks)
+        )
+    assert sample.num_versioned == sum(n for _, n in sample.weight_versions)
+    assert not violations(sample)
+    return sample.weight_versions
+
+
+def spans(*counts: int) -> list[dict[str, Any]]:
+    """A server's: versions 7, 8, ... from the start of the reply."""
+    found, at = [], 0
+    for version, count in enumerate(counts, 7):
+        found.append({"version": str(version), "start": at, "end": at + count})
+        at += count
+    return found
+
+
+def test_a_version_that_only_the_end_of_a_stream_names_is_that_of_the_whole_reply() -> None:
+    named = {"finish_reason": {"type": "stop"}, "weight_version": "7"}
+    assert streamed(([5], {}), ([6], {}), ([9], named)) == [("7", 3)]
+    assert streamed(([5, 6], {}), ([], named)) == [("7", 2)]
+    assert streamed(([5], {"weight_version": "6"}), ([9], named)) == [("6", 1), ("7", 1)]
+
+
+def test_spans_at_the_end_of_a_stream_count_from_its_start() -> None:
+    end = {"finish_reason": {"type": "stop"}, "weight_version": "8", "weight_versions": spans(2, 1)}
+    for first in ({}, {"weight_version": "7"}, {"weight_versions": spans(1)}):
+        assert streamed(([5], first), ([6, 9], end)) == [("7", 2), ("8", 1)]
+
+
+def test_the_version_of_a_resumed_reply_is_not_put_on_the_aborted_part_before_it() -> None:
+    sample = a_sample()
+    sample.append_response_tokens([5], [-1.0], meta_info={"finish_reason": "abort"})
+    sample.append_response_tokens([6], [-1.0], update_terminal_info=False)
+    end = {"finish_reason": "stop", "weight_version": "8"}
+    sample.append_response_tokens([9], [-1.0], meta_info=end)
+    assert sample.weight_versions == [(None, 1), ("8", 2)]
+    assert len(sample.turns) == 1
