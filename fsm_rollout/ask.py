@@ -6,6 +6,7 @@ cancellation, raises CancelledError by itself or returns nonsense costs one atte
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -60,11 +61,12 @@ async def ask(
         raise EngineError(
             f"no reply within turn_timeout_s ({timeout_s:g} s)", reason=StopReason.DEADLINE
         )
-    if flight.task.cancelled():
+    reply, error = flight.task.result()
+    if isinstance(error, asyncio.CancelledError):
         raise _failed("the engine raised CancelledError by itself")
-    if error := flight.task.exception():
+    if error is not None:
         raise _engine_error(error, request_id) from error
-    return _fitting(flight.task.result(), max_new_tokens, params, vocab_size)
+    return _fitting(reply, max_new_tokens, params, vocab_size)
 
 
 def _fitting(

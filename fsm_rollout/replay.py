@@ -198,7 +198,7 @@ def weight_runs_of(meta: Mapping[str, Any], count: int) -> Sequence[tuple[Weight
         raise InvariantError(
             "R3.4.versions", f"weight-version runs {runs} do not tile {count} tokens"
         )
-    if any(not isinstance(version, (str, int, NoneType)) for version, _ in runs):
+    if any(type(version) not in (str, int, NoneType) for version, _ in runs):
         raise InvariantError("R3.4.versions", f"weight versions are strings or ints, got {runs}")
     return runs
 
@@ -233,7 +233,7 @@ def _integers(value: Any, what: str) -> npt.NDArray[Any]:
             found = np.asarray(detach().cpu() if detach else value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise _bad_array(what, str(error)) from error
-    if found.size and found.dtype.kind not in "iu":
+    if found.dtype.kind not in ("iu" if found.size else "iuf"):  # an empty list is of floats
         raise _bad_array(what, f"it must hold whole numbers, it is {found.dtype}")
     return found
 

@@ -63,14 +63,11 @@ async def _call(function: RewardFunction, request: Request, timeout_s: float) ->
             await flight.stop()
     if not done:
         raise RewardError(f"the reward function gave no value within {timeout_s} s")
-    if (
-        error := flight.task.exception()
-        if not flight.task.cancelled()
-        else RuntimeError("cancelled")
-    ):
+    value, error = flight.task.result()
+    if error is not None:
         logger.error("request %d: the reward function raised", request.index, exc_info=error)
         raise RewardError(f"the reward function raised {error!r}") from error
-    return flight.task.result()
+    return value
 
 
 def _finite(name: object, value: object) -> float:

@@ -84,7 +84,8 @@ class Rollout:
         self.log_probs = log_probs
         self.max_concurrent = max_concurrent
         self._indices, self._group_indices = count(), count()
-        self._is_started, self._starting = False, asyncio.Lock()
+        self._is_started = False
+        self._starting: asyncio.Lock | None = None
         self.loop = Loop(
             engine=engine,
             codec=self.codec,
@@ -171,16 +172,20 @@ class Rollout:
         """
         if self._is_started:
             return
-        async with self._starting:
-            start = None if self._is_started else getattr(self.loop.engine, "start", None)
-            if start is not None:
-                await start(
-                    max_concurrent=self.max_concurrent,
-                    params=self.loop.params,
-                    log_probs=self.log_probs,
-                    prompt=self.codec.prompt(_PROBED),
-                )
-            self._is_started = True
+        lock = self._starting = self._starting or asyncio.Lock()
+        try:
+            async with lock:
+                start = None if self._is_started else getattr(self.loop.engine, "start", None)
+                if start is not None:
+                    await start(
+                        max_concurrent=self.max_concurrent,
+                        params=self.loop.params,
+                        log_probs=self.log_probs,
+                        prompt=self.codec.prompt(_PROBED),
+                    )
+                self._is_started = True
+        finally:
+            self._starting = None  # it belongs to this event loop; the next try may be in another
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, tuned: bool = False) -> T:

@@ -88,6 +88,7 @@ def decoded(body: bytes) -> Any:
 
 def reply_of(said: dict[str, Any]) -> Reply:
     return Reply(
+        rid=said.get("rid"),
         token_ids=said["ids"],
         log_probs=said["lps"],
         finish=said["finish"],

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -259,7 +260,7 @@ def test_a_reply_is_the_same_however_it_comes(
         body = sse(events_of(dialect, said, cut(data, len(said.ids or ()))))
         places = [0, *cut(data, len(body)), len(body)]
         found = streamed(dialect, [body[a:b] for a, b in pairwise(places)], asked)
-        assert found == expected, dialect.name
+        assert msgspec.structs.replace(found, rid=expected.rid) == expected, dialect.name
 
 
 @given(said=replies(), log_probs=st.booleans(), data=st.data())

@@ -21,6 +21,7 @@ from fsm_rollout.replay import RoutedExperts, TopP, WeightVersion
 
 Finish = Literal["stop", "length", "abort", "repetition"]
 LogProbKind = Literal["scaled", "raw", "processed"]
+_FINISHES = frozenset(get_args(Finish))
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,10 +104,11 @@ def checked(
         raise _bad(f"{source} returned {len(ids)} tokens, asked for at most {max_new_tokens}")
     if vocab_size is not None and len(ids) and np.maximum.reduce(ids) >= vocab_size:
         raise _bad(f"{source} returned token id {ids.max()}, the vocabulary has {vocab_size}")
-    if finish not in get_args(Finish):
+    if finish not in _FINISHES:
         raise _bad(f"{source} returned the unknown finish reason {finish!r}")
-    runs = tuple((version, count) for version, count in weight_versions)
-    if runs and (sum(n for _, n in runs) != len(ids) or min(n for _, n in runs) < 0):
+    runs = tuple([(version, count) for version, count in weight_versions])
+    counts = [count for _, count in runs]
+    if runs and (sum(counts) != len(ids) or min(counts) < 0):
         raise _bad(f"{source} returned weight-version runs {runs} for {len(ids)} tokens")
     return Generation(
         token_ids=ids,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -15,10 +16,14 @@ import msgspec
 from fsm_rollout.arrays import Ints
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.http import HttpEngine, HttpSettings
+from fsm_rollout.engines.http.endpoints import base_url
 from fsm_rollout.engines.http.replies import NEUTRAL, encoded_media, is_filtered
 from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.engines.sglang_stream import NAME, SGLangStream, refused
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import ConfigError, EngineError
+
+_ROUTER_S = 5.0
+"""for a router to name its workers; a server that is none answers 404"""
 
 
 class SGLangWire:
@@ -164,21 +169,30 @@ class SGLangEngine(HttpEngine):
         await self.call(path, body)
 
     async def _workers(self, url: str) -> list[str]:
-        for path in ("/workers", "/list_workers"):  # routers since 0.3, and before
-            try:
-                answer = (await self.call(path, method="GET", to=[url], timeout_s=10))[url]
-            except EngineError:
-                continue
-            if isinstance(answer, dict) and (urls := _urls(answer)):
+        """Asked both ways at once: routers since 0.3, and before."""
+        paths = ("/workers", "/list_workers")
+        answers = await asyncio.gather(
+            *(self.call(path, method="GET", to=[url], timeout_s=_ROUTER_S) for path in paths),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, dict) and (urls := _urls(answer[url])):
                 return urls
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineError):
+                raise answer
         return [url]
 
 
-def _urls(answer: dict[str, Any]) -> list[str]:
+def _urls(answer: object) -> list[str]:
     """The workers that a router names; a data-parallel rank may hang on, behind an @."""
-    entries = answer.get("workers") or answer.get("urls") or ()
-    urls = [entry.get("url") if isinstance(entry, dict) else entry for entry in entries]
-    return [str(url).partition("@")[0].rstrip("/") for url in urls if str(url).startswith("http")]
+    named = answer if isinstance(answer, dict) else {}
+    entries = named.get("workers") or named.get("urls")
+    urls = []
+    for entry in entries if isinstance(entries, list) else ():
+        url = entry.get("url") if isinstance(entry, dict) else entry
+        with suppress(ConfigError):  # what is no URL is no worker
+            urls.append(base_url(url.partition("@")[0] if isinstance(url, str) else url))
+    return urls
 
 
 @lru_cache(maxsize=128)

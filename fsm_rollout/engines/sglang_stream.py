@@ -6,6 +6,7 @@ Whether the events of a stream repeat what came before (cumulative, the server's
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ class Finish(msgspec.Struct, gc=False):
 class Meta(msgspec.Struct, gc=False):
     """meta_info, as far as we read it."""
 
+    id: str | None = None
     finish_reason: Finish | str | None = None
     completion_tokens: int | None = None
     output_token_logprobs: list[tuple[float, int, str | None]] | None = None
@@ -71,19 +73,21 @@ class Meta(msgspec.Struct, gc=False):
     routed_experts_start_len: Any = None
 
 
-_KEPT = Meta.__struct_fields__[4:]
+_KEPT = Meta.__struct_fields__[5:]
 
 
 class Event(msgspec.Struct, gc=False):
     """A reply, or one event of a stream."""
 
-    output_ids: list[int] | None = None
+    output_ids: msgspec.Raw = msgspec.Raw()
     meta_info: Meta | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
     error: Any = None
 
 
 _EVENT = msgspec.json.Decoder(Event)
+_INTS = msgspec.json.Decoder(list[int])
+_GOES_ON = re.compile(rb'"finish_reason": ?null')
 
 
 class SGLangStream:
@@ -91,6 +95,11 @@ class SGLangStream:
 
     An event of a cumulative stream repeats all tokens: the ones between need no decoding.
     """
+
+    __slots__ = (
+        "_ask", "_finish", "_held", "_is_cumulative", "_meta", "_meta_before", "_needed",
+        "_parts", "_prompt", "_shape",
+    )  # fmt: skip
 
     def __init__(
         self, ask: Ask, *, sampling_mask: bool, routed_experts: tuple[int, int] | None
@@ -104,14 +113,15 @@ class SGLangStream:
             self._needed["routed_experts"] = "start it with --enable-return-routed-experts"
         self._parts = Parts(ask, NAME)
         self._finish: Finish | None = None
-        self._meta = self._meta_before = Meta()
+        self._meta: Meta | None = None
+        self._meta_before: Meta | None = None
         self._prompt: list[int] | None = None
         self._is_cumulative = False
         self._held = b""  # the latest event of a cumulative stream; the next one repeats it
 
     def feed(self, event: bytes) -> None:
         """Take the data of one server-sent event, `[DONE]` included. EngineError when it is bad."""
-        if self._is_cumulative and b'"finish_reason":null' in event:
+        if self._is_cumulative and _GOES_ON.search(event):
             self._held = event
         elif event != b"[DONE]":
             self.take(event)
@@ -140,20 +150,27 @@ class SGLangStream:
         finish, parts, ask = self._finish, self._parts, self._ask
         if finish is None:
             raise bad(f"{NAME}: the reply ended without a finish reason")
-        meta = {**_reported(self._meta_before), **_reported(self._meta)}
+        meta = _reported(self._meta_before) | _reported(self._meta)
         if parts.masks:
             meta["output_token_sampling_mask"] = parts.masks
         matched = finish.matched
         return Reply(
             token_ids=parts.ids,
             log_probs=parts.log_probs if ask.log_probs else None,
+            rid=None if self._meta is None else self._meta.id,
             finish=finish_word(finish.type, NAME),
             matched=next(reversed(matched), None) if isinstance(matched, list) else matched,
             prompt_tokens=meta.get("prompt_tokens"),
             prompt_token_ids=self._prompt,
             log_prob_kind="raw" if _ignores_temperature(ask.params) else None,
             **replayed(
-                meta, len(parts.ids), ask, source=NAME, needed=self._needed, shape=self._shape
+                meta,
+                len(parts.ids),
+                ask,
+                source=NAME,
+                needed=self._needed,
+                is_abort=finish.is_abort,
+                shape=self._shape,
             ),
         )
 
@@ -165,27 +182,28 @@ class SGLangStream:
             raise refused(finish.status_code or 0, message.encode())
         return finish
 
-    def _add(self, ids: list[int] | None, meta: Meta, is_abort: bool) -> None:
+    def _add(self, raw_ids: msgspec.Raw, meta: Meta, is_abort: bool) -> None:
         triples = meta.output_token_logprobs
         log_probs = told = None
         if triples is not None:
             told, log_probs = [t[1] for t in triples], [t[0] for t in triples]
-        if ids is None:
-            ids = told
+        ids = _ids(raw_ids, told)
         if ids is None:
             raise bad(f"{NAME}: $.output_ids is missing")
         if is_abort:
             ids, log_probs = self._without_repeat(ids, told, log_probs, meta.completion_tokens)
-        elif told is not None and ids != told:
+        elif told is not None and ids is not told and ids != told:
             raise bad(
                 f"{NAME}: output_ids and the ids of output_token_logprobs differ: {len(ids)} and "
                 f"{len(told)} tokens"
             )
         start = self._start(ids, log_probs, meta.completion_tokens)
         masks = meta.output_token_sampling_mask
-        if masks is not None and len(masks) == len(ids):
-            masks = masks[start:]
-        self._parts.add(ids[start:], None if log_probs is None else log_probs[start:], masks)
+        if start:
+            if masks is not None and len(masks) == len(ids):
+                masks = masks[start:]
+            ids, log_probs = ids[start:], None if log_probs is None else log_probs[start:]
+        self._parts.add(ids, log_probs, masks)
 
     def _without_repeat(
         self,
@@ -220,6 +238,8 @@ class SGLangStream:
             if self._ask.log_probs and log_probs is not None:
                 same = same and log_probs[: len(held)] == self._parts.log_probs
             if not same:
+                if self._is_cumulative:
+                    raise bad(f"{NAME}: an event does not repeat the {len(held)} tokens before it")
                 return 0
             if len(ids) == len(held) and not self._is_cumulative:
                 raise bad(f"{NAME}: no completion_tokens to tell if an event repeats the tokens")
@@ -238,7 +258,17 @@ def refused(status: int, body: bytes) -> EngineError:
     return refusal(NAME, status, body, _REMEDIES)
 
 
-def _reported(meta: Meta) -> dict[str, Any]:
+def _ids(raw: msgspec.Raw, told: list[int] | None) -> list[int] | None:
+    """The output_ids; `told`, the ids of the log-probs, when there are none or exactly these."""
+    data = bytes(raw)
+    if data in (b"", b"null") or (told is not None and data == msgspec.json.encode(told)):
+        return told
+    return decoded(_INTS, data, f"{NAME}: $.output_ids")
+
+
+def _reported(meta: Meta | None) -> dict[str, Any]:
+    if meta is None:
+        return {}
     return {name: value for name in _KEPT if (value := getattr(meta, name)) is not None}
 
 

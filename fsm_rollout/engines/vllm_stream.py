@@ -91,6 +91,8 @@ class Metrics(msgspec.Struct, gc=False):
 class Event(msgspec.Struct, gc=False):
     """A reply, or one event of a stream."""
 
+    request_id: str | None = None
+    id: str | None = None  # on the completions route
     choices: list[Choice] | None = None
     usage: Usage | None = None
     metrics: Metrics | None = None
@@ -104,6 +106,11 @@ _INTS = msgspec.json.Decoder(list[int])
 
 class VLLMStream:
     """Puts a reply together from its events; see Stream. A whole reply is one event."""
+
+    __slots__ = (
+        "_ask", "_experts", "_is_gapped", "_last", "_metrics", "_needed", "_parts", "_prompt",
+        "_rid", "_usage",
+    )  # fmt: skip
 
     def __init__(self, ask: Ask, *, sampling_mask: bool, routed_experts: bool) -> None:
         self._ask = ask
@@ -120,6 +127,7 @@ class VLLMStream:
         self._metrics = Metrics()
         self._prompt: list[int] | None = None
         self._is_gapped = False
+        self._rid: str | None = None
 
     def feed(self, event: bytes) -> None:
         """Take the data of one server-sent event, `[DONE]` included. EngineError when it is bad."""
@@ -136,6 +144,7 @@ class VLLMStream:
             raise bad(f"{NAME}: $.choices is missing")
         if len(event.choices) > 1:
             raise bad(f"{NAME}: {len(event.choices)} choices, asked for one")
+        self._rid = event.request_id or event.id or self._rid
         self._usage = event.usage or self._usage
         self._metrics = event.metrics or self._metrics
         self._prompt = self._prompt or prompt_echo(event.prompt_token_ids, self._ask, NAME)
@@ -161,11 +170,19 @@ class VLLMStream:
         return Reply(
             token_ids=parts.ids,
             log_probs=parts.log_probs if ask.log_probs else None,
+            rid=self._rid,
             finish=finish_word(last.finish_reason, NAME),
             matched=last.stop_reason,
             prompt_tokens=usage.prompt_tokens,
             prompt_token_ids=self._prompt,
-            **replayed(meta, len(parts.ids), ask, source=NAME, needed=self._needed),
+            **replayed(
+                meta,
+                len(parts.ids),
+                ask,
+                source=NAME,
+                needed=self._needed,
+                is_abort=last.finish_reason == "abort",
+            ),
         )
 
     def _take(self, choice: Choice) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fake_engine(
-    port: Annotated[int, typer.Option(help="0: any free one")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one")] = 0,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     reply: Annotated[
         list[str] | None,
@@ -30,16 +30,16 @@ def fake_engine(
         str | None, typer.Option(help="directory or name that transformers can load")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(help="default: the tokenizer's, or 32000")
+        int | None, typer.Option(min=2, help="default: the tokenizer's, or 32000")
     ] = None,
     tokens_mean: Annotated[float, typer.Option(help="random ids per turn")] = 64,
     tokens_sigma: Annotated[float, typer.Option(help="log-normal; 0: always the mean")] = 0,
     tool_turns: Annotated[
-        int, typer.Option(help="so many turns end with a tool call; needs --tokenizer")
+        int, typer.Option(min=0, help="so many turns end with a tool call; needs --tokenizer")
     ] = 0,
     latency_mean: Annotated[float, typer.Option(help="seconds per reply")] = 0,
     latency_sigma: Annotated[float, typer.Option(help="log-normal; 0: always the mean")] = 0,
-    token_latency: Annotated[float, typer.Option(help="seconds more per token")] = 0,
+    token_latency: Annotated[float, typer.Option(min=0, help="seconds more per token")] = 0,
     chunk_tokens: Annotated[int, typer.Option(help="tokens per event of a stream")] = 1,
     incremental: Annotated[
         bool, typer.Option("--incremental", help="SGLang streams deltas, not cumulatively")
@@ -49,7 +49,7 @@ def fake_engine(
         typer.Option(help="default: scaled as SGLang, raw as vLLM"),
     ] = None,
     faults: Annotated[Path | None, typer.Option(help="YAML: a plan of faults")] = None,
-    max_context: Annotated[int, typer.Option(help="tokens")] = 131_072,
+    max_context: Annotated[int, typer.Option(min=1, help="tokens")] = 131_072,
     seed: Annotated[int, typer.Option(help="of tokens, lengths and latencies")] = 0,
 ) -> None:
     """Serve an engine that looks like SGLang and vLLM, without a model, with faults to order."""

@@ -16,13 +16,13 @@ from contextlib import (
     asynccontextmanager,
     nullcontext,
 )
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import (
-    HOOKS,
     FunctionTool,
     Tool,
     ToolResponse,
@@ -30,6 +30,7 @@ from fsm_rollout.tools.base import (
     to_response,
 )
 from fsm_rollout.tools.result import describe
+from fsm_rollout.tools.schema import ToolSchema
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
 
 _AT_ONCE = nullcontext()
@@ -37,8 +38,7 @@ _SLICE = 1_000
 """parts of a JSON text that are written before the event loop goes on"""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """How one run of a hook ended."""
 
     value: Any = None
@@ -58,29 +58,42 @@ class Ended:
 class Instance:
     """One tool object, made by `make`."""
 
+    __slots__ = (
+        "_create", "_label", "_limits", "_lock", "_on_abandon", "_schema", "_tool",
+        "cls", "creation", "flights", "is_created", "is_live", "kwargs", "name",
+    )  # fmt: skip
+
     def __init__(
-        self, cls: type[Tool], *, limits: Limits, label: str, on_abandon: Callable[[], None]
+        self, schema: ToolSchema, *, limits: Limits, label: str, on_abandon: Callable[[], None]
     ) -> None:
-        self.cls = cls
-        self.name = cls.name
+        self.cls = schema.cls
+        self.name = schema.name
         self.is_live = False
         """`create` succeeded and the session is open"""
         self.is_created = False
         """`create` was started, or there is none"""
-        self.kwargs: dict[str, Mapping[str, Any]] = {hook: {} for hook in HOOKS}
+        self.kwargs: Mapping[str, Mapping[str, Any]] = {}
+        """of each hook, from the row"""
         self.creation: asyncio.Task[None] | None = None
         self.flights: set[Flight] = set()
+        self._schema = schema
         self._tool: Tool | None = None
         self._create: Flight | None = None
-        self._lock = asyncio.Lock()
+        self._lock: asyncio.Lock | None = None
         self._limits = limits
-        self._label = f"{label}: tool {self.name}"
+        self._label = label
         self._on_abandon = on_abandon
 
     @property
     def owes_release(self) -> bool:
         """`create` was started and did not fail by itself."""
         return self.is_created and not (self._create is not None and self._create.has_failed)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing runs in it, and there is no release to run."""
+        is_quiet = not self.flights and (self.creation is None or self.creation.done())
+        return is_quiet and not (self.owes_release and self.defines("release"))
 
     @property
     def is_shared(self) -> bool:
@@ -94,12 +107,12 @@ class Instance:
 
     def make(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Make the object. Raises whatever its constructor raises."""
-        self.kwargs = {**kwargs}
+        self.kwargs = kwargs
         self._tool = self.cls()
 
     def defines(self, hook: str) -> bool:
         """The class has a hook of its own."""
-        return getattr(self.cls, hook) is not getattr(Tool, hook)
+        return hook in self._schema.own_hooks
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """Holds the right to one more `execute`, once that may start."""
@@ -112,6 +125,7 @@ class Instance:
     async def _turn(self, *, needs_lock: bool) -> AsyncIterator[None]:
         async with AsyncExitStack() as held:
             if needs_lock:
+                self._lock = self._lock or asyncio.Lock()
                 await held.enter_async_context(self._lock)
             if self.cls.max_concurrent is not None:
                 await held.enter_async_context(gate(self.cls, self.cls.max_concurrent))
@@ -142,41 +156,40 @@ class Instance:
                 return to_response(value)
             return _respond(value)
 
-        if not in_thread and not inspect.iscoroutinefunction(method):
+        if in_thread:
+            async with gate("threads", MAX_THREADS):
+                return await self._fly(hook, call, timeout_s, in_thread=True)
+        if hook not in self._schema.async_hooks:
             ended = _inline(call)  # nothing could stop it, so it needs no task
             if ended.error is not None or not inspect.isawaitable(ended.value):
                 return ended
             call = partial(_as_it_is, ended.value)
-        return await self._fly(hook, call, timeout_s, in_thread=in_thread)
+        return await self._fly(hook, call, timeout_s, in_thread=False)
 
     async def _fly(
         self, hook: str, call: Callable[[], Any], timeout_s: float, *, in_thread: bool
     ) -> Ended:
-        async with gate("threads", MAX_THREADS) if in_thread else _AT_ONCE:
-            label = f"{self._label}: {hook}"
-            flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
-            self.flights.add(flight)
-            if hook == "create":
-                self._create = flight
-            try:
-                if not await flight.settle(timeout_s):
-                    await flight.stop()
-            except asyncio.CancelledError:
+        label = f"{self._label}: tool {self.name}: {hook}"
+        flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
+        self.flights.add(flight)
+        if hook == "create":
+            self._create = flight
+        try:
+            if not await flight.settle(timeout_s):
                 await flight.stop()
-                raise
-            finally:
-                if flight.is_done:
-                    self.flights.discard(flight)
+        except asyncio.CancelledError:
+            await flight.stop()
+            raise
+        finally:
+            if flight.is_done:
+                self.flights.discard(flight)
         if flight.is_stopped:
             return Ended(stopped_s=timeout_s)
-        if flight.task.cancelled():
-            return Ended(error=asyncio.CancelledError())
-        error = flight.task.exception()
-        return Ended(error=error) if error is not None else Ended(value=flight.task.result())
+        value, error = flight.task.result()
+        return Ended(value, error)
 
     async def halt(self, timeout_s: float) -> set[asyncio.Future[Any]]:
         """Stop every hook in flight; the threads among them that still run after `timeout_s`."""
-        self.is_live = False
         if self.creation is not None:
             self.creation.cancel()
             await asyncio.wait([self.creation])
@@ -193,7 +206,7 @@ class Instance:
         return hanging
 
     def _needs_thread(self, hook: str) -> bool:
-        return self.cls.blocking and not inspect.iscoroutinefunction(getattr(self.cls, hook))
+        return self.cls.blocking and hook not in self._schema.async_hooks
 
 
 def _inline(call: Callable[[], Any]) -> Ended:

@@ -36,7 +36,11 @@ class ToolSchema:
     """What is known of a tool class before it runs. Raises ConfigError if it cannot be called."""
 
     def __init__(self, cls: type[Tool]) -> None:
+        self.cls = cls
         self.name = cls.name
+        self.own_hooks = {hook for hook in HOOKS if getattr(cls, hook) is not getattr(Tool, hook)}
+        """those that the class defines"""
+        self.async_hooks = {h for h in HOOKS if inspect.iscoroutinefunction(getattr(cls, h))}
         self._signatures = {hook: Signature(cls, hook) for hook in HOOKS}
         execute = self._signatures["execute"]
         self._visible = [p.name for p in execute.parameters.values() if not p.is_keyword_only]

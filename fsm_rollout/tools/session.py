@@ -75,8 +75,8 @@ class ToolSession:
         self._has_rewards = False
         self._releases: list[asyncio.Task[None]] | None = None
         self._instances = {
-            name: Instance(cls, limits=limits, label=label, on_abandon=self._count_zombie)
-            for name, cls in toolset.classes.items()
+            name: Instance(toolset[name], limits=limits, label=label, on_abandon=self._count_zombie)
+            for name in toolset
         }
 
     @property
@@ -167,7 +167,11 @@ class ToolSession:
         """
         self._is_open = False
         if self._releases is None:
-            self._releases = [own(self._release(instance)) for instance in self._instances.values()]
+            self._releases = []
+            for instance in self._instances.values():
+                instance.is_live = False
+                if not instance.is_over:
+                    self._releases.append(own(self._release(instance)))
         await join(self._releases, pass_cancel=False)
 
     def _make(self, instance: Instance) -> bool:

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from fsm_rollout.timers import call_later
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.2
@@ -37,7 +39,7 @@ class Flight:
     is told apart from ours and stops nothing else. `on_abandon` is called if it outlives its stop.
     """
 
-    __slots__ = ("_on_abandon", "is_abandoned", "is_stopped", "label", "task", "thread")
+    __slots__ = ("_on_abandon", "_waiter", "is_abandoned", "is_stopped", "label", "task", "thread")
 
     def __init__(
         self,
@@ -51,8 +53,9 @@ class Flight:
         self.is_stopped = False
         self.is_abandoned = False
         self.thread = _threads.run(hook) if in_thread else None
-        self.task: asyncio.Task[Any] = own(self._run(hook))
-        self.task.add_done_callback(_retrieve)
+        self.task: asyncio.Task[Outcome] = own(self._run(hook))
+        """its result is (value, None) or (None, what the hook raised by itself); it never raises"""
+        self._waiter: asyncio.Future[None] | None = None
         self._on_abandon = on_abandon
 
     @property
@@ -65,16 +68,19 @@ class Flight:
         """The hook raised by itself, not because it was stopped; nothing stops a thread."""
         if self.thread is not None and self.thread.done() and self.thread.result()[1] is not None:
             return True
-        if self.is_stopped or not self.task.done():
-            return False
-        return self.task.cancelled() or self.task.exception() is not None
+        return not self.is_stopped and self.task.done() and self.task.result()[1] is not None
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until it is done, at most `timeout_s`; True if it is."""
-        if self.thread is not None and not self.is_done:
-            await asyncio.wait([self.task, self.thread], timeout=timeout_s)
-        elif not self.task.done():
-            await _done(self.task, timeout_s)
+        """Wait until it is done, at most `timeout_s`; True if it is. Only its owner settles it."""
+        if self.thread is not None:
+            await self._wait(timeout_s)
+        elif not self.task.done():  # as `_wait`, at half the price: each turn pays it
+            self._waiter = asyncio.get_running_loop().create_future()
+            timer = call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
         return self.is_done
 
     async def stop(self) -> None:
@@ -84,10 +90,12 @@ class Flight:
         self.is_stopped = True
         self.task.cancel()
         try:
-            await self.settle(GRACE_S)
+            await self._wait(GRACE_S)
         finally:
             if not self.is_done and not self.is_abandoned:
                 self._abandon()
+            if self.task.done():  # perhaps before it began: then nothing else wakes `settle`
+                self._wake()
 
     def _abandon(self) -> None:
         self.is_abandoned = True
@@ -98,13 +106,18 @@ class Flight:
             why = "it swallows its cancellation" if self.thread is None else "its thread hangs"
             logger.warning("%s: abandoned, %s (no. %d of this process)", self.label, why, number)
 
-    async def _run(self, hook: Callable[[], Any]) -> Any:
+    async def _run(self, hook: Callable[[], Any]) -> Outcome:
         try:
             value = hook() if self.thread is None else await self._join()
-            return await value if inspect.isawaitable(value) else value
+            return (await value if inspect.isawaitable(value) else value), None
         except (SystemExit, KeyboardInterrupt) as error:
             # would leave the event loop, and stop every other request
-            raise RuntimeError(f"the tool raised {type(error).__name__}") from error
+            fault = RuntimeError(f"the tool raised {type(error).__name__}")
+            return None, fault.with_traceback(error.__traceback__)
+        except BaseException as error:
+            return None, error
+        finally:
+            self._wake()
 
     async def _join(self) -> Any:
         assert self.thread is not None
@@ -113,23 +126,14 @@ class Flight:
             raise error
         return value
 
+    async def _wait(self, timeout_s: float) -> None:
+        if not self.is_done:
+            parts = [self.task] if self.thread is None else [self.task, self.thread]
+            await asyncio.wait(parts, timeout=timeout_s)
 
-async def _done(task: asyncio.Task[Any], timeout_s: float) -> None:
-    """asyncio.wait([task], timeout=timeout_s) at half the price: each turn pays it."""
-    loop = asyncio.get_running_loop()
-    waiter = loop.create_future()
-
-    def wake(_: object = None) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    task.add_done_callback(wake)
-    timer = loop.call_later(timeout_s, wake)
-    try:
-        await waiter
-    finally:
-        timer.cancel()
-        task.remove_done_callback(wake)
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def own(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -194,13 +198,13 @@ class _Threads:
         self._idle: deque[_Jobs] = deque()
         os.register_at_fork(after_in_child=self._idle.clear)
 
-    def run(self, call: Callable[[], Any]) -> asyncio.Future[_Outcome]:
+    def run(self, call: Callable[[], Any]) -> asyncio.Future[Outcome]:
         """Run `call` in a thread now. The future never raises: its result is (value, error)."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[_Outcome] = loop.create_future()
+        future: asyncio.Future[Outcome] = loop.create_future()
         context = contextvars.copy_context()
 
-        def deliver(outcome: _Outcome) -> None:
+        def deliver(outcome: Outcome) -> None:
             try:
                 loop.call_soon_threadsafe(future.set_result, outcome)
             except RuntimeError:
@@ -230,7 +234,7 @@ class _Threads:
             del call, deliver, outcome
 
 
-def _call(call: Callable[[], Any]) -> _Outcome:
+def _call(call: Callable[[], Any]) -> Outcome:
     try:
         return call(), None
     except Exception as error:
@@ -239,14 +243,9 @@ def _call(call: Callable[[], Any]) -> _Outcome:
         return None, RuntimeError(f"the tool raised {type(error).__name__}")
 
 
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Mark an exception as seen; else asyncio logs it when nobody waits for an abandoned task."""
-    if not task.cancelled():
-        task.exception()
-
-
-_Outcome = tuple[Any, Exception | None]
-_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[_Outcome], None]]]
+Outcome = tuple[Any, BaseException | None]
+"""what a hook returned, or what it raised"""
+_Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Outcome], None]]]
 _threads = _Threads()
 _gates = _Gates()
 _kept: set[asyncio.Future[Any]] = set()

@@ -1,7 +1,7 @@
 """Clock: the deadline of what one call waits for, which others may move or bring about.
 
 call.py has one for each `generate`. It does what `asyncio.timeout` does, at half the cost:
-a plain `with`, used again for each wait, whose deadline moves on without a new timer.
+a plain `with`, used again for each wait, whose deadline can be moved.
 """
 
 from __future__ import annotations
@@ -9,37 +9,36 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
+from fsm_rollout.timers import Timer, call_later
+
 
 class Clock:
     """`with clock.within(s): await …` raises TimeoutError after `s` seconds, or on `interrupt`."""
 
-    __slots__ = ("_before", "_deadline", "_end", "_has_rung", "_loop", "_task", "_timer")
+    __slots__ = ("_before", "_end", "_has_rung", "_seconds", "_sooner", "_task")
 
     def __init__(self) -> None:
-        self._timer: asyncio.TimerHandle | None = None  # while it runs
+        self._end: Timer | None = None  # while it runs
+        self._sooner: Timer | None = None  # the deadline that was set last
         self._has_rung = False
+        self._seconds = 0.0
         self._task: asyncio.Task[object]
-        self._loop: asyncio.AbstractEventLoop
 
     def within(self, seconds: float) -> Clock:
         """Set the end of the next wait."""
-        self._loop = asyncio.get_running_loop()
-        self._end = self._deadline = self._loop.time() + seconds
+        self._seconds = seconds
         return self
 
     def extend(self, seconds: float) -> None:
         """Move the deadline to `seconds` from now, never beyond the end."""
-        if self._timer is None:
-            return
-        deadline = min(self._loop.time() + seconds, self._end)
-        is_sooner, self._deadline = deadline < self._deadline, deadline
-        if is_sooner:
-            self._timer.cancel()
-            self._timer = self._loop.call_at(deadline, self._ring)
+        if self._end is not None:
+            if self._sooner is not None:
+                self._sooner.cancel()
+            self._sooner = call_later(seconds, self.interrupt)
 
     def interrupt(self) -> None:
         """Let the wait end now; nothing happens when there is none."""
-        if self._timer is not None and not self._has_rung:
+        if self._end is not None and not self._has_rung:
             self._has_rung = True
             self._task.cancel()
 
@@ -47,7 +46,7 @@ class Clock:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._before = task, task.cancelling()
-        self._timer = self._loop.call_at(self._deadline, self._ring)
+        self._end = call_later(self._seconds, self.interrupt)
 
     def __exit__(
         self,
@@ -55,16 +54,13 @@ class Clock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._timer is not None
-        self._timer.cancel()
-        self._timer = None
+        assert self._end is not None
+        self._end.cancel()
+        self._end = None
+        if self._sooner is not None:
+            self._sooner.cancel()
+            self._sooner = None
         if self._has_rung:
             self._has_rung = False
             if self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
                 raise TimeoutError from error  # the cancel was ours, and nobody else's
-
-    def _ring(self) -> None:
-        if self._loop.time() < self._deadline:  # it was extended meanwhile
-            self._timer = self._loop.call_at(self._deadline, self._ring)
-        else:
-            self.interrupt()

@@ -48,7 +48,9 @@ class Endpoints:
     def __init__(
         self, urls: str | Sequence[str], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        bases = [_base(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        if not isinstance(urls, str | list | tuple):
+            raise ConfigError(f"an engine needs the URLs of its servers, got {urls!r}")
+        bases = [base_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not bases:
             raise ConfigError("an engine needs at least one URL, such as http://127.0.0.1:30000")
         if len(set(bases)) < len(bases):
@@ -123,14 +125,14 @@ def _number(session_id: str) -> int:
     return crc32(session_id.encode())
 
 
-def _base(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        is_base = parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:  # no number for a port, half an IPv6 address
-        is_base = False
-    else:
-        is_base = is_base and parts.scheme in ("http", "https") and bool(parts.hostname)
-    if not is_base:
-        raise ConfigError(f"{url!r} is no server's base URL, such as http://127.0.0.1:30000")
-    return url.rstrip("/")
+def base_url(url: object) -> str:
+    """`url` without its last slash. ConfigError when it is no server's base URL."""
+    if isinstance(url, str):
+        try:
+            parts = urlsplit(url)
+            is_base = parts.port != 0 and not parts.query and not parts.fragment
+        except ValueError:  # no number for a port, half an IPv6 address
+            is_base = False
+        if is_base and parts.scheme in ("http", "https") and parts.hostname:
+            return url.rstrip("/")
+    raise ConfigError(f"{url!r} is no server's base URL, such as http://127.0.0.1:30000")

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, Literal, get_args
 
@@ -50,6 +51,9 @@ class HttpEngine:
         headers: Mapping[str, str] | None = None,
         settings: HttpSettings | None = None,
     ) -> None:
+        if log_prob_kind not in (None, *get_args(LogProbKind)):
+            known = ", ".join(get_args(LogProbKind))
+            raise ConfigError(f"log_prob_kind {log_prob_kind!r} is none of {known}")
         self.wire = wire
         self.settings = settings or HttpSettings()
         self.log_prob_kind: LogProbKind = log_prob_kind or wire.log_prob_kind
@@ -132,7 +136,15 @@ class HttpEngine:
         if media:
             sent = engine_ids(columns.tokens, media).tolist()
             ids, num_ids = bytearray(msgspec.json.encode(sent)[1:-1]), len(sent)
-        call = self._calls[request_id] = Call(self._servers, request_id, session_id)
+        log_probs = columns.has_log_probs
+        take = partial(
+            self._generation,
+            columns=columns,
+            has_media=bool(media),
+            max_new_tokens=max_new_tokens,
+            log_probs=log_probs,
+        )
+        call = self._calls[request_id] = Call(self._servers, request_id, session_id, take=take)
         ask = Ask(
             ids=ids,
             num_ids=num_ids,
@@ -140,13 +152,13 @@ class HttpEngine:
             params=params,
             rid=call.rid,
             session_id=session_id,
-            log_probs=columns.has_log_probs,
+            log_probs=log_probs,
             stream=self._stream,
             experts_start=0 if columns.replay is None else columns.replay.num_rows,
             media=[span.item for span in media] if media else (),
         )
         try:
-            reply, endpoint = await call.reply(ask)
+            return await call.answer(ask)
         finally:
             if self._calls.get(request_id) is call:
                 del self._calls[request_id]
@@ -154,18 +166,29 @@ class HttpEngine:
                 self._drained.set()
             if call.endpoint is not None:
                 self._servers.transport.spawn(self._servers.abort(call.endpoint, call.rid))
-        if not media:
-            _check_prompt(reply, columns, endpoint)
+
+    def _generation(
+        self,
+        reply: Reply,
+        endpoint: Endpoint,
+        *,
+        columns: Columns,
+        has_media: bool,
+        max_new_tokens: int,
+        log_probs: bool,
+    ) -> Generation:
+        """The reply, checked against what was asked. EngineError when it is no answer to it."""
+        _check_prompt(reply, columns, endpoint, has_media=has_media)
         return checked(
             reply.token_ids,
             reply.log_probs,
             str(reply.finish),
             max_new_tokens=max_new_tokens,
             vocab_size=self._vocab_size,
-            log_probs_required=ask.log_probs,
+            log_probs_required=log_probs,
             matched=reply.matched,
             weight_versions=reply.weight_versions,
-            prompt_tokens=num_ids if reply.prompt_tokens is None else reply.prompt_tokens,
+            prompt_tokens=columns.length,
             log_prob_kind=reply.log_prob_kind or self.log_prob_kind,
             engine_id=endpoint.url,
             top_p=reply.top_p,
@@ -224,13 +247,18 @@ class HttpEngine:
             await self._servers.transport.close()
 
 
-def _check_prompt(reply: Reply, columns: Columns, endpoint: Endpoint) -> None:
-    """The server continued what it was sent, not its own idea of it."""
+def _check_prompt(reply: Reply, columns: Columns, endpoint: Endpoint, *, has_media: bool) -> None:
+    """The server continued what it was sent, not its own idea of it.
+
+    Media count with all of their placeholders, which are the server's to put in.
+    """
     count, ids = reply.prompt_tokens, reply.prompt_token_ids
     if count is not None and count != columns.length:
         drift = f"it counts {count} prompt tokens, {columns.length} were sent"
-    elif ids is not None and list(ids) != columns.tokens.tolist():
-        drift = f"the {len(ids)} prompt ids that it names are not those that were sent"
+    elif ids is not None and len(ids) != columns.length:
+        drift = f"it names {len(ids)} prompt ids, {columns.length} were sent"
+    elif ids is not None and not has_media and list(ids) != columns.tokens.tolist():
+        drift = "the prompt ids that it names are not those that were sent"
     else:
         return
     raise EngineError(f"{endpoint.url}: prompt drift: {drift}", reason=StopReason.BAD_REPLY)

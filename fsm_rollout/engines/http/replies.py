@@ -128,6 +128,7 @@ def replayed(
     *,
     source: str,
     needed: Mapping[str, str],
+    is_abort: bool,
     shape: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """The fields of a Reply of `count` tokens that replay.py reads from `meta`.
@@ -146,6 +147,8 @@ def replayed(
         raise bad(f"{source}: {error}") from error
     for name, remedy in needed.items():
         if count and found[name] is None:
+            if is_abort:  # it came before the report: the tokens can't be kept
+                raise EngineError(f"{source}: aborted, no {name}", reason=StopReason.ENGINE_ABORT)
             raise failed(f"{source}: no {name} reported: {remedy}", final=True)
     return found | {"counters": counters_of(meta, count)}
 
@@ -163,10 +166,8 @@ class Parts:
         self._wanted = ask.log_probs
         self._source = source
 
-    def add(
-        self, ids: Sequence[int], log_probs: Sequence[float] | None, masks: Sequence[Any] | None
-    ) -> None:
-        """Take the tokens of one part. EngineError when it lacks log-probs that were asked for."""
+    def add(self, ids: list[int], log_probs: list[float] | None, masks: list[Any] | None) -> None:
+        """Take over the tokens of one part. EngineError when it lacks log-probs asked for."""
         if ids and self._wanted and log_probs is None:
             raise EngineError(
                 f"{self._source}: {len(ids)} tokens without the log-probs that were asked for",
@@ -175,12 +176,12 @@ class Parts:
         if self._wanted and log_probs is not None:
             if len(log_probs) != len(ids):
                 raise bad(f"{self._source}: {len(log_probs)} log-probs for {len(ids)} tokens")
-            self.log_probs += log_probs
+            self.log_probs = _joined(self.log_probs, log_probs)
         if masks is not None:
             if len(masks) != len(ids):
                 raise bad(f"{self._source}: {len(masks)} sampling masks for {len(ids)} tokens")
-            self.masks += masks
-        self.ids += ids
+            self.masks = _joined(self.masks, masks)
+        self.ids = _joined(self.ids, ids)
 
     def counted(self, total: int | None) -> None:
         """Compare with the number of tokens that the server says it sampled."""
@@ -189,3 +190,11 @@ class Parts:
             raise bad(
                 f"{self._source}: {what} tokens: {len(self.ids)} ids, completion_tokens {total}"
             )
+
+
+def _joined(held: list[T], new: list[T]) -> list[T]:
+    """`new` behind `held`, which it extends; the first part is not copied."""
+    if not held:
+        return new
+    held += new
+    return held

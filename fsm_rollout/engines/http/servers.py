@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -33,6 +34,8 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """name lookup and handshake of one connection"""
     timeout_s: float = 600.0
     """one try, from its start to the last byte of its reply"""
+    first_byte_timeout_s: float = 60.0
+    """of a stream: until its head; a reply that is none has it when it is complete"""
     idle_timeout_s: float = 60.0
     """between two chunks of a stream; from head to end of a reply that is none"""
     abort_timeout_s: float = 10.0
@@ -47,8 +50,9 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value, is_count = getattr(self, name), name.startswith("max_")
-            if isinstance(value, bool) or not 0 < value < float("inf"):
-                raise ConfigError(f"HttpSettings.{name} must be > 0, got {value!r}")
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                raise ConfigError(f"HttpSettings.{name} must be a number > 0, got {value!r}")
             if is_count and not isinstance(value, int):
                 raise ConfigError(f"HttpSettings.{name} must be a whole number, got {value!r}")
 
@@ -64,6 +68,7 @@ class Servers:
         settings: HttpSettings,
     ) -> None:
         self.wire = wire
+        self.salt = uuid4().hex[:8]  # begins the ids of tries: a server may have other clients
         self.endpoints = Endpoints(urls)
         self.settings = settings
         self.metrics: Counter[str] = Counter()
@@ -72,6 +77,7 @@ class Servers:
         self.transport = Transport(
             headers,
             connect_timeout_s=settings.connect_timeout_s,
+            first_byte_timeout_s=settings.first_byte_timeout_s,
             idle_timeout_s=settings.idle_timeout_s,
             close_timeout_s=settings.abort_timeout_s,
             max_connecting=settings.max_connecting,
@@ -111,6 +117,8 @@ class Servers:
         for answer in answers:
             if isinstance(answer, Fault):
                 self.metrics["aborts_failed"] += 1
+                if urls == (endpoint.url,):  # it hangs: a cancelled try alone would not tell
+                    self.failed(endpoint, f"no answer to an abort: {answer}")
             elif isinstance(answer, BaseException):
                 raise answer
 
@@ -147,5 +155,5 @@ class Servers:
             )
         try:
             return msgspec.json.decode(answer.body) if answer.body else None
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return text

@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 import aiohttp
 import msgspec
+from aiohttp import hdrs
 
 from fsm_rollout.engines.http.clock import Clock
 from fsm_rollout.engines.http.sse import Events
 from fsm_rollout.errors import ConfigError, EngineError
+from fsm_rollout.limits import StopReason
 
 FaultKind = Literal["connect", "disconnect", "timeout", "broken", "reply", "server", "busy"]
 """connect: nothing was sent. disconnect: no byte came back. timeout, broken (cut, or no HTTP),
@@ -31,17 +33,12 @@ _MAX_RETRY_AFTER_S = 30.0
 _SPARE_FILES = 256
 """open files beside the generations': control calls, the program's own"""
 _MAX_CONTROLS = 64
-"""aborts and control calls at a time: aborting everything must not double the connections"""
+"""aborts and control calls at a time with one server: aborting everything must not double the
+connections, nor one that hangs keep the others waiting"""
 _LINGER_S = 1.0
 """for the end of a stream after `[DONE]`, so that its connection can be kept"""
 _KEEPALIVE_S = 300
 """longer than most tools run; a server that closes earlier costs a new connection"""
-_HEADERS = {
-    "Accept": "*/*",
-    "Accept-Encoding": "identity",
-    "Content-Type": "application/json",
-    "User-Agent": "fsm-rollout",
-}
 
 
 class Fault(Exception):
@@ -81,18 +78,20 @@ class Transport:
         headers: Mapping[str, str],
         *,
         connect_timeout_s: float,
+        first_byte_timeout_s: float,
         idle_timeout_s: float,
         close_timeout_s: float,
         max_connecting: int,
     ) -> None:
-        self._headers = _HEADERS | dict(headers)
+        self._headers = dict(headers)
         self._connect_timeout_s = connect_timeout_s
+        self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._close_timeout_s = close_timeout_s
         self._max_connecting = max_connecting
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession
-        self._controls: asyncio.Semaphore
+        self._controls: defaultdict[str, asyncio.Semaphore]  # of each server
         self._lifetime: AsyncGenerator[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -115,6 +114,8 @@ class Transport:
         data: Any = body if len(body) <= _LARGE_BODY else io.BytesIO(body)
         try:
             with clock.within(timeout_s):
+                if on_event is not None:
+                    clock.extend(self._first_byte_timeout_s)
                 session = self._opened or await self._open()
                 response = await session.post(
                     url, data=data, headers=headers, allow_redirects=False
@@ -136,7 +137,7 @@ class Transport:
             async with asyncio.timeout(timeout_s):
                 session = self._opened or await self._open()
                 async with (
-                    self._controls,
+                    self._controls[url.split("/", 3)[2]],
                     session.request(method, url, data=body, allow_redirects=False) as response,
                 ):
                     return _answer(response, await response.read())
@@ -163,11 +164,18 @@ class Transport:
     async def _open(self) -> aiohttp.ClientSession:
         if self._is_closed:
             raise Fault("connect", "the engine was closed")
+        if self._loop is not None and self._loop.is_running():
+            raise EngineError(
+                "this engine is in use in another event loop: make one for each loop",
+                reason=StopReason.ENGINE_ERROR,
+                final=True,
+            )
         self._loop = asyncio.get_running_loop()
-        self._controls = asyncio.Semaphore(_MAX_CONTROLS)
+        self._controls = defaultdict(lambda: asyncio.Semaphore(_MAX_CONTROLS))
         self._session = aiohttp.ClientSession(
             connector=_Connector(self._max_connecting, self._connect_timeout_s),
             headers=self._headers,
+            request_class=_Request,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -212,6 +220,17 @@ class Transport:
         except BaseException:
             response.close()
             raise
+
+
+class _Request(aiohttp.ClientRequest):
+    """Our headers in place of aiohttp's; those of a session are copied again for each request."""
+
+    DEFAULT_HEADERS = {  # noqa: RUF012
+        hdrs.ACCEPT: "*/*",
+        hdrs.ACCEPT_ENCODING: "identity",
+        hdrs.CONTENT_TYPE: "application/json",
+        hdrs.USER_AGENT: "fsm-rollout",
+    }
 
 
 class _Connector(aiohttp.TCPConnector):

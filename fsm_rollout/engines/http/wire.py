@@ -43,6 +43,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     token_ids: Ints
     log_probs: Floats | None
+    rid: str | None = None
+    """the request that it answers, in the server's words; None: it did not say"""
     finish: str | None
     """stop, length, abort or repetition; what else it says is the server's word, unmapped"""
     matched: int | str | None = None

@@ -117,7 +117,7 @@ def _check_keys(values: Any) -> None:
         fault = rule.get("fault") if isinstance(rule, Mapping) else None
         if isinstance(fault, Mapping):
             name = fault.get("type")
-            if name not in kinds:
+            if not isinstance(name, str) or name not in kinds:
                 raise ConfigError(f"unknown fault {name!r} in rules[{i}]; {_hint(name, kinds)}")
             fields = ("type", *kinds[name].__struct_fields__)
             _known(fault, fields, f"rules[{i}].fault.")
