@@ -151,19 +151,6 @@ class SGLangEngine(HttpEngine):
         """Forget all prefixes. EngineError while requests run."""
         await self._control_workers("/flush_cache", {})
 
-    async def health(self) -> dict[str, bool]:
-        """Of each URL whether it answers that it is well."""
-
-        async def answers(url: str) -> bool:
-            try:
-                await self.call("/health", method="GET", to=[url], timeout_s=10)
-            except EngineError:
-                return False
-            return True
-
-        urls = [endpoint.url for endpoint in self.endpoints]
-        return dict(zip(urls, await asyncio.gather(*map(answers, urls)), strict=True))
-
     async def _control_workers(self, path: str, body: object) -> None:
         self.control_urls = await self.workers()
         await self.call(path, body)

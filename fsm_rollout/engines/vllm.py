@@ -5,7 +5,6 @@ VLLMEngine is what a run uses; VLLMWire alone speaks, without a network.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -159,7 +158,7 @@ class VLLMEngine(HttpEngine):
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Stop sampling, for new weights: end what runs (finish "abort"), let it end, or freeze it.
 
-        New requests are refused meanwhile; with "keep" they wait.
+        New requests are taken, and answered after `resume`.
         """
         await self.call(f"/pause?mode={mode}", timeout_s=self.settings.timeout_s)
 
@@ -175,19 +174,6 @@ class VLLMEngine(HttpEngine):
         """Take back what `sleep` freed; `tags` (weights, kv_cache): only this."""
         query = "&".join(f"tags={tag}" for tag in tags or ())
         await self.call(f"/wake_up?{query}")
-
-    async def health(self) -> dict[str, bool]:
-        """Of each URL whether it answers that it is well."""
-
-        async def answers(url: str) -> bool:
-            try:
-                await self.call("/health", method="GET", to=[url], timeout_s=10)
-            except EngineError:
-                return False
-            return True
-
-        urls = [endpoint.url for endpoint in self.endpoints]
-        return dict(zip(urls, await asyncio.gather(*map(answers, urls)), strict=True))
 
 
 @lru_cache(maxsize=128)

@@ -227,6 +227,19 @@ class HttpEngine:
         urls = to or self.control_urls or [endpoint.url for endpoint in self.endpoints]
         return await self._servers.call(method, path, body, urls, timeout_s)
 
+    async def health(self) -> dict[str, bool]:
+        """Of each URL whether it answers that it is well."""
+
+        async def answers(url: str) -> bool:
+            try:
+                await self.call("/health", method="GET", to=[url], timeout_s=10)
+            except EngineError:
+                return False
+            return True
+
+        urls = [endpoint.url for endpoint in self.endpoints]
+        return dict(zip(urls, await asyncio.gather(*map(answers, urls)), strict=True))
+
     async def close(self) -> None:
         """End what runs (EngineError no_engine), abort it on the servers, close the connections.
 
