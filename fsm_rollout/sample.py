@@ -260,14 +260,15 @@ class Sample:
         self.columns.append(ids, sampled, rows, sampled=trainable, reported=new)
         if count or text is not None:
             self.response = None if text is None or known is None else known + text
-        if count or finish is not None or (turn is not None and turn.streamed):
+        if count or finish is not None or (trainable and turn is not None and turn.streamed):
             turn = self._turn("model" if trainable or forced else "observation")
             if forced and count:
                 turn.put_in(count)
             turn.stop += count
             turn.finish = finish
             turn.take(meta)
-            turn.streamed = 0 if ends else turn.streamed + count * trainable
+            if trainable:
+                turn.streamed = 0 if ends else turn.streamed + count
             self.num_versioned += sum([n for _, n in meta.runs]) - meta.earlier
 
     def truncate(self, response: int) -> int:
@@ -315,8 +316,8 @@ class Sample:
         """Forget everything that was generated; identity and prompt stay."""
         if self.is_sealed:
             raise InvariantError("R3.closed", f"{self._where()} is sealed")
-        self.columns.truncate(0, 0)
         self.columns.replay = None
+        self.columns.truncate(0, 0)
         self.turns, self.extra, self.reward_parts = [], {}, {}
         self.media = [m for m in self.media if m.start < self.prompt_length]
         self.response = self.reward = None

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+
 from fsm_rollout import Limits, Rollout, SamplingParams
 from fsm_rollout.engines.http import HttpEngine
 from fsm_rollout.engines.http.servers import HttpSettings

@@ -131,11 +131,11 @@ def test_the_wait_for_a_server_starts_again_once_one_has_answered() -> None:
     async def main() -> None:
         async with Server() as server:
             pass
-        engine = engine_for(server, settings=HttpSettings(engine_wait_s=0.6))
+        engine = engine_for(server, settings=HttpSettings(engine_wait_s=1.5))
         generating = asyncio.create_task(ask(engine))
         await asyncio.sleep(0.2)
         assert engine.metrics["faults.connect"] > 0
-        busy = answer(b"", status=429, more="Retry-After: 0.8\r\n")
+        busy = answer(b"", status=429, more="Retry-After: 1.6\r\n")
         async with Server(busy, port=server.port):
             assert (await generating).finish == "stop"
             await engine.close()

@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fsm_rollout.testing.machines import EDGE_NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,7 @@ def test_a_short_bench_measures_four_ways_to_fire(tmp_path: Path) -> None:
 
 
 def test_a_short_bench_compares_a_turn_with_a_bare_loop_and_httpx(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     report = report_of("bench/turn.py", tmp_path, "--quick", "--repeats", "1", "--in-flight", "8")
     rows = {(row["context"], row["observation"]): row for row in report["rows"]}
     assert set(rows) == set(product([1_024, 8_192], ["pre-encoded", "to-encode"]))
@@ -47,6 +50,7 @@ def test_a_short_bench_compares_a_turn_with_a_bare_loop_and_httpx(tmp_path: Path
 
 
 def test_a_short_load_loses_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     few = ("--requests", "24", "--turns", "2", "--quick", "--modes", "tuned")
     figures = report_of("bench/load.py", tmp_path, *few)["tuned"]
     assert (figures["requests"], figures["turns"]) == (24, 48)

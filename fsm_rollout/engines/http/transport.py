@@ -255,6 +255,14 @@ class _Connector(aiohttp.TCPConnector):
         async with self._ramps[req.connection_key], asyncio.timeout(self._timeout_s):
             return await super()._create_connection(req, traces, timeout)
 
+    async def _get(self, key: Any, traces: Any) -> Any:
+        """A kept connection in which nothing lies: a reply that came twice is nobody's."""
+        while (connection := await super()._get(key, traces)) is not None:
+            if connection.protocol is not None and not connection.protocol.should_close:
+                break
+            connection.close()
+        return connection
+
     def _release(self, key: Any, protocol: Any, *, should_close: bool = False) -> None:
         """Cut a connection that is given up: closing would first send what nobody reads."""
         if (should_close or protocol.should_close) and protocol.transport is not None:
