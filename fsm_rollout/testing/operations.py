@@ -204,7 +204,7 @@ class Player(Twin):
 
     def _deliver(self, reply: Reply) -> None:
         reference, finish = self.reference, reply.finish or "stop"
-        count = min(reply.count, self.request.max_new_tokens)
+        count = max(0, min(reply.count, self.request.max_new_tokens))  # an open turn may be longer
         fault = reply.fault if count >= 2 else "none"
         if not self._append(replace(reply, count=count, fault=fault, finish=finish), "sampled"):
             missing = fault.startswith("log-probs missing")
