@@ -15,6 +15,7 @@ import pytest
 import fsm_rollout
 from fsm_rollout import config, errors
 from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.invariants import INVARIANTS
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.states import guards
@@ -77,6 +78,7 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
     ("reference/config.md", "vllm key"): fields_of(config.VLLMConfig),
     ("reference/config.md", "scripted key"): fields_of(config.ScriptedConfig),
     ("reference/config.md", "sampling key"): fields_of(SamplingParams),
+    ("how-to/use-inference-servers.md", "setting"): fields_of(HttpSettings),
     ("reference/api.md", "name"): [[name] for name in sorted(fsm_rollout.__all__, key=str.lower)],
     ("reference/errors.md", "error"): [
         [name, str(error.__base__ and error.__base__.__name__)]
