@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 from zlib import crc32
 
@@ -128,11 +129,9 @@ def _number(session_id: str) -> int:
 def base_url(url: object) -> str:
     """`url` without its last slash. ConfigError when it is no server's base URL."""
     if isinstance(url, str):
-        try:
+        with suppress(ValueError):  # no number for a port, half an IPv6 address
             parts = urlsplit(url)
-            is_base = parts.port != 0 and not parts.query and not parts.fragment
-        except ValueError:  # no number for a port, half an IPv6 address
-            is_base = False
-        if is_base and parts.scheme in ("http", "https") and parts.hostname:
-            return url.rstrip("/")
+            is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            if is_server and not parts.query and not parts.fragment:
+                return url.rstrip("/")
     raise ConfigError(f"{url!r} is no server's base URL, such as http://127.0.0.1:30000")
