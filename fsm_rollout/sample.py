@@ -195,6 +195,7 @@ class Sample:
                     f"the prompt of {self._where()} has {fresh.length} tokens, allowed are {most} "
                     f"(max_context {limits.max_context}, max_prompt {limits.max_prompt})",
                 )
+        fresh.replay = columns.replay  # an empty reply may have reported that there will be some
         self.columns = fresh
 
     def append_response_tokens(
@@ -360,18 +361,17 @@ class Sample:
         Raises ConfigError that names the field of another schema or of a wrong type.
         """
         row = row_from(values)
-        columns = row.restored()
         sample = cls(
             **{name: getattr(row, name) for name in _SAME},
             metadata=row.metadata,
             train_metadata=row.train_metadata,
-            columns=columns,
+            columns=row.restored(),
             num_turns=sum(turn.kind == "model" for turn in row.turns),
             num_versioned=sum(n for turn in row.turns for _, n in turn.weight_versions),
             _status=row.status,
             _stop_reason=row.stop_reason,
         )
-        columns.seal()
+        sample.columns.seal()
         return sample
 
     # -- parts of the writers ----------------------------------------------------------------------

@@ -444,6 +444,16 @@ def test_a_row_of_experts_belongs_to_the_call_that_first_saw_its_token() -> None
     assert violations(sample) == []
 
 
+def test_what_an_empty_reply_reported_before_the_prompt_holds_for_the_sample() -> None:
+    sample = Sample(sample_id="7-0")
+    say(sample, [], sampling_mask=[], routed_experts=np.zeros((0, 1, 2), np.uint8))
+    sample.set_prompt([1, 2])
+    assert (kept_of(sample), experts_of(sample)) == ([], [])
+    with pytest.raises(InvariantError, match="top_p_incomplete"):
+        say(sample, [5])
+    assert (sample.tokens.tolist(), kept_of(sample)) == ([1, 2], [])
+
+
 def test_flat_rows_take_their_shape_from_those_that_are_held() -> None:
     sample, routed = a_sample(), routed_experts_of({"routed_experts": rows(3, 1)}, 4)
     say(sample, [4], routed_experts=routed)
