@@ -123,7 +123,7 @@ def _token_not_kept(sample: Sample) -> bool:
     if replay is None or not replay.ids:
         return False
     replay.ids[:] = array("i", bytes(4 * len(replay.ids)))
-    return bool(replay.ids) and any(sample.columns.response_ids())
+    return bool((sample.columns.response_tokens() * sample.sampled).any())
 
 
 @_tampering("the experts of a sampled token's past lost", "sound")
@@ -132,7 +132,7 @@ def _rows_lost(sample: Sample) -> bool:
     if replay is None or not replay.rows or not sample.sampled.any():
         return False
     replay.rows.clear()
-    return True
+    return sample.prompt_length + int(sample.sampled.nonzero()[0][-1]) > 0
 
 
 @_tampering("media outside of the tokens", "sound")
