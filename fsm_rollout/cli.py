@@ -53,15 +53,15 @@ def run(config: Annotated[Path, typer.Argument(help="YAML; see docs/reference/co
                 raise ConfigError(f"{config}: samples would replace {given}; give another file")
         requests, stopped = _play(settings, rows)
         usable = [r for r in requests if r.status is not Status.ABORTED]
-        if stopped is not None and not usable:
-            raise stopped
         count = sum(_write(file, sample) for request in usable for sample in request.samples)
+    if stopped is not None and not usable:
+        raise stopped
     console.print(summarise(requests, time.monotonic() - started).table(str(config)))
     for error in sorted({request.error for request in requests if request.error})[:5]:
         _say(f"aborted: {error}")
     if stopped is not None:
         _say(f"stopped: {len(usable)} of {len(rows) * settings.num_samples} requests were played")
-    _say(f"{count} samples in {path}")
+    _say(f"{count} samples in {path}" if count else f"no samples: nothing was written to {path}")
     if stopped is not None:
         raise stopped
     if count < sum(len(request.samples) for request in usable) or not count:

@@ -163,7 +163,7 @@ def sample_line(sample: Sample) -> str:
 
 @contextmanager
 def samples_file(path: Path) -> Iterator[TextIO]:
-    """A file that becomes `path` when the block ends, and vanishes when it raises.
+    """A file that becomes `path` when the block ends; it vanishes if that raises or writes nothing.
 
     It lies beside `path`, so that a path that cannot be written is a ConfigError at once.
     """
@@ -180,7 +180,10 @@ def samples_file(path: Path) -> Iterator[TextIO]:
     try:
         with file:
             yield file
-        draft.replace(path)
+        if draft.stat().st_size:
+            draft.replace(path)
+        else:
+            draft.unlink()
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

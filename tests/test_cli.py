@@ -37,6 +37,9 @@ def stop_at_the_third(request):
         time.sleep(0.5)
     return 1.0
 
+def always_fails(request):
+    raise ValueError("no reward")
+
 def leave_an_object(request):
     if request.index == 1:
         request.sample.extra["seen"] = object()
@@ -319,6 +322,17 @@ def test_a_run_that_cannot_start_leaves_the_older_samples_alone(
     (folder / "samples.jsonl").write_text("of yesterday")
     code, _ = command(monkeypatch, capsys, "run", config(folder, reward="raising:x"))
     assert code == 2
+    assert (folder / "samples.jsonl").read_text() == "of yesterday"
+    assert list(folder.glob(".samples*")) == []
+
+
+def test_a_run_without_a_usable_sample_leaves_the_older_samples_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "samples.jsonl").write_text("of yesterday")
+    given = config(folder, reward="my_rewards:always_fails")
+    code, out = command(monkeypatch, capsys, "run", given)
+    assert (code, "no samples: nothing was written to" in out) == (1, True), out
     assert (folder / "samples.jsonl").read_text() == "of yesterday"
     assert list(folder.glob(".samples*")) == []
 
