@@ -102,7 +102,12 @@ class Servers:
         """Book a failure of an endpoint, and tell when it was the one too many."""
         if self.endpoints.failed(endpoint, why):
             self.metrics["breaker_opened"] += 1
-            logger.warning("%r is left alone until it answers again", endpoint)
+            logger.warning(
+                "%r is left alone until it answers again; while no server does, calls wait up to "
+                "engine_wait_s=%g: check that it runs and that the URL is right",
+                endpoint,
+                self.settings.engine_wait_s,
+            )
 
     async def abort(self, endpoint: Endpoint, rid: str) -> None:
         """Abort one try where it may run. Best effort, in a short time, and counted."""
