@@ -20,8 +20,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fsm_rollout.timers import call_later
-
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.2
@@ -75,8 +73,9 @@ class Flight:
         if self.thread is not None:
             await self._wait(timeout_s)
         elif not self.task.done():  # as `_wait`, at half the price: each turn pays it
-            self._waiter = asyncio.get_running_loop().create_future()
-            timer = call_later(timeout_s, self._wake)
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
             try:
                 await self._waiter
             finally:

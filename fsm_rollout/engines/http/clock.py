@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 from types import TracebackType
 
-from fsm_rollout.timers import Timer, call_later
-
 
 class Clock:
     """`with clock.within(s): await …` raises TimeoutError after `s` seconds, or on `interrupt`."""
 
-    __slots__ = ("_before", "_end", "_has_rung", "_seconds", "_sooner", "_task")
+    __slots__ = ("_before", "_end", "_has_rung", "_loop", "_seconds", "_sooner", "_task")
 
     def __init__(self) -> None:
-        self._end: Timer | None = None  # while it runs
-        self._sooner: Timer | None = None  # the deadline that was set last
+        self._end: asyncio.TimerHandle | None = None  # while it runs
+        self._sooner: asyncio.TimerHandle | None = None  # the deadline that was set last
+        self._loop = asyncio.get_running_loop()
         self._has_rung = False
         self._seconds = 0.0
         self._task: asyncio.Task[object]
@@ -34,7 +33,7 @@ class Clock:
         if self._end is not None:
             if self._sooner is not None:
                 self._sooner.cancel()
-            self._sooner = call_later(seconds, self.interrupt)
+            self._sooner = self._loop.call_later(seconds, self.interrupt)
 
     def interrupt(self) -> None:
         """Let the wait end now; nothing happens when there is none."""
@@ -46,7 +45,7 @@ class Clock:
         task = asyncio.current_task()
         assert task is not None
         self._task, self._before = task, task.cancelling()
-        self._end = call_later(self._seconds, self.interrupt)
+        self._end = self._loop.call_later(self._seconds, self.interrupt)
 
     def __exit__(
         self,
