@@ -4,6 +4,7 @@
     ├── ConfigError        a config, row, tool class or template that a run cannot start with
     │   └── TemplateError  a chat template whose delta cannot be proved
     ├── InvariantError     a write or an export would break an invariant; nothing was changed
+    ├── HandOverError      a batch holds what a trainer must not have; names the sample
     ├── IllegalEvent       the table has no edge for (status, event)
     ├── GuardRefused       the edge exists and one of its guards said no
     ├── EngineError        the inference engine failed or answered nonsense; carries a StopReason
@@ -46,6 +47,10 @@ class InvariantError(RolloutError):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+class HandOverError(RolloutError):
+    """Samples that must not be trained on, or do not fit a batch; names each and says why."""
 
 
 class IllegalEvent(RolloutError):

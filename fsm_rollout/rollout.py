@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,20 +146,51 @@ class Rollout:
 
     def _group(self, row: PromptRow, num_samples: int) -> Group:
         group_index = next(self._group_indices)
-        requests = [
-            Request(
-                prompt=row.prompt,
-                index=next(self._indices),
-                group_index=group_index,
-                limits=self.limits,
-                label=row.label,
-                metadata=deepcopy(row.metadata),  # nothing is shared within a group
-                tools_kwargs=deepcopy(row.tools_kwargs),
-                log_probs=self.log_probs,
-            )
-            for _ in range(num_samples)
-        ]
-        return Group(group_index, requests)
+        return Group(group_index, [self._request(row, group_index) for _ in range(num_samples)])
+
+    def request(
+        self,
+        row: PromptRow | Mapping[str, Any] | str,
+        *,
+        index: int | None = None,
+        group_index: int | None = None,
+    ) -> Request:
+        """One request of a row, to `run`: what a trainer that counts for itself plays.
+
+        `index` (default: the next) sets the seeds: no two requests of a run may share one. Raises
+        ConfigError when the row does not fit.
+        """
+        [checked] = checked_rows([row], self.tools)
+        if group_index is None:
+            group_index = next(self._group_indices)
+        return self._request(checked, group_index, index)
+
+    def _request(self, row: PromptRow, group_index: int, index: int | None = None) -> Request:
+        return Request(
+            prompt=row.prompt,
+            index=next(self._indices) if index is None else index,
+            group_index=group_index,
+            limits=self.limits,
+            label=row.label,
+            metadata=deepcopy(row.metadata),  # nothing is shared within a group
+            tools_kwargs=deepcopy(row.tools_kwargs),
+            log_probs=self.log_probs,
+        )
+
+    def variant(
+        self, *, limits: Limits | None = None, params: SamplingParams | None = None
+    ) -> Rollout:
+        """This rollout with other budgets or sampling, for an evaluation or another trainer step.
+
+        It shares all parts, and the indices; making one is cheap.
+        """
+        other = copy(self)
+        other.limits = limits or self.limits
+        if params is not None:
+            other.loop = replace(self.loop, params=params)
+            other._is_started = False  # which log-probs an engine reports depends on the sampling
+            other._starting = None
+        return other
 
     async def run(self, request: Request) -> Request:
         """Play one request of your own to its end; see `Loop.run`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsm_rollout
 from fsm_rollout.dataset import PromptRow, read_rows, read_samples, write_samples
+from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
 from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Limits, Status, StopReason
@@ -291,3 +292,28 @@ def test_a_sample_that_was_broken_after_the_fact_is_withheld(tmp_path: Path) -> 
     with pytest.raises(InvariantError, match=r"sample 0-0: .*stop"):
         write_samples(tmp_path / "samples.jsonl", [sample])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_variant_plays_with_other_budgets_and_sampling() -> None:
+    engine = ScriptedEngine(["It is 4."], tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER, params=SamplingParams(temperature=0.7))
+    [trained] = fsm_rollout.run(rollout.generate(["2 + 2?"]))
+    short = rollout.variant(limits=Limits(max_new_tokens=2), params=SamplingParams(temperature=0.0))
+    [evaluated] = fsm_rollout.run(short.generate(["2 + 2?"]))
+    assert [g.samples[0].turns[0].temperature for g in (trained, evaluated)] == [0.7, 0.0]
+    assert [g.samples[0].stop_reason for g in (trained, evaluated)] == ["stop", "length"]
+    assert [g.samples[0].index for g in (trained, evaluated)] == [0, 1]
+    assert short.codec is rollout.codec
+    assert rollout.loop.params.temperature == 0.7
+
+
+def test_a_request_of_a_row_is_played_as_its_own() -> None:
+    engine = ScriptedEngine(["It is 4."], tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER)
+    row = {"prompt": "2 + 2?", "label": "4", "metadata": {"source": "sums"}}
+    request = fsm_rollout.run(rollout.run(rollout.request(row, index=70, group_index=7)))
+    assert (request.index, request.group_index, request.label) == (70, 7, "4")
+    assert request.sample.metadata == {"source": "sums"}
+    assert request.sample.metadata is not row["metadata"]
+    with pytest.raises(ConfigError, match="no prompt in it"):
+        rollout.request({"question": "2 + 2?"})

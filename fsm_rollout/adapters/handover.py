@@ -1,0 +1,80 @@
+"""Hand-over: which samples may leave for a trainer, and why the others may not.
+
+Every adapter asks here, because trainers accept silently what would train on the wrong tokens. A
+bad sample costs itself: `sift` sets it aside. `require` is for callers that need them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fsm_rollout.errors import HandOverError
+from fsm_rollout.invariants import violations
+from fsm_rollout.limits import Status
+from fsm_rollout.sample import Sample
+
+
+class Refused(NamedTuple):
+    """A sample that must not be trained on."""
+
+    sample: Sample
+    why: str
+
+    def __str__(self) -> str:
+        return f"sample {self.sample.sample_id or self.sample.index}: {self.why}"
+
+
+def sift(
+    samples: Iterable[Sample], *, rewards: bool = True, log_probs: bool = True
+) -> tuple[list[Sample], list[Refused]]:
+    """The samples that a trainer may have, in order, and those that it may not.
+
+    Refused are samples that are ABORTED or have not ended, that break an invariant, whose
+    `sample_id` came before, and, unless `rewards` or `log_probs` is False, that have none.
+    """
+    good: list[Sample] = []
+    refused: list[Refused] = []
+    seen: set[str] = set()
+    for sample in samples:
+        why = _why_not(sample, rewards=rewards, log_probs=log_probs)
+        if not why and sample.sample_id and sample.sample_id in seen:
+            why = "its sample_id came before: a sample is trained once"
+        if why:
+            refused.append(Refused(sample, why))
+        else:
+            seen.add(sample.sample_id)
+            good.append(sample)
+    return good, refused
+
+
+def require(
+    samples: Iterable[Sample], *, rewards: bool = True, log_probs: bool = True
+) -> list[Sample]:
+    """All samples. Raises HandOverError that names each one that `sift` refuses."""
+    good, refused = sift(samples, rewards=rewards, log_probs=log_probs)
+    if refused:
+        shown = "; ".join(map(str, refused[:3]))
+        more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+        raise HandOverError(
+            f"{len(refused)} of {len(good) + len(refused)} samples must not be trained on: "
+            f"{shown}{more}. Set them aside with fsm_rollout.adapters.handover.sift"
+        )
+    return good
+
+
+def _why_not(sample: Sample, *, rewards: bool, log_probs: bool) -> str:
+    """Empty: it may go."""
+    if sample.status is Status.ABORTED or not sample.status.is_terminal:
+        return f"it is {sample.status} ({sample.stop_reason or 'no outcome'})"
+    if not sample.is_sealed:
+        return "it is not sealed: its reward may still change"
+    if found := violations(sample, at_rest=True):
+        return str(found[0])
+    if log_probs and sample.rollout_log_probs is None:
+        return "it has no log-probs: the run was sampled without (log_probs=False)"
+    if rewards and sample.reward is None:
+        return (
+            "its reward is None, which is not 0: give the rollout a reward, or a tool calc_reward"
+        )
+    return ""
