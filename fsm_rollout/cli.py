@@ -53,7 +53,7 @@ def run(config: Annotated[Path, typer.Argument(help="YAML; see docs/reference/co
                 raise ConfigError(f"{config}: samples would replace {given}; give another file")
         requests, stopped = _play(settings, rows)
         usable = [r for r in requests if r.status is not Status.ABORTED]
-        count = sum(_write(file, sample) for request in usable for sample in request.samples)
+        count = sum(_write(file, sample) for request in usable for sample in request.rows)
     if stopped is not None and not usable:
         raise stopped
     console.print(summarise(requests, time.monotonic() - started).table(str(config)))
@@ -64,7 +64,7 @@ def run(config: Annotated[Path, typer.Argument(help="YAML; see docs/reference/co
     _say(f"{count} samples in {path}" if count else f"no samples: nothing was written to {path}")
     if stopped is not None:
         raise stopped
-    if count < sum(len(request.samples) for request in usable) or not count:
+    if count < sum(len(request.rows) for request in usable) or not count:
         raise typer.Exit(1)
 
 

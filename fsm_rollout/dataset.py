@@ -25,6 +25,8 @@ class PromptRow(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[dict[str, Any]]
     """messages, or a string that stands for one user message"""
+    id: str = ""
+    """your own id of the row, which its samples carry as `row_id`: no two rows may share one"""
     label: Any = None
     """what a reward function compares with"""
     metadata: dict[str, Any] = {}
@@ -51,7 +53,8 @@ def checked_rows(
     rows: Iterable[PromptRow | Mapping[str, Any] | str], tools: Toolset
 ) -> list[PromptRow]:
     """Typed rows whose tool kwargs fit the tools. ConfigError says where the row stands."""
-    checked = []
+    checked: list[PromptRow] = []
+    where_of: dict[str, str] = {}
     for number, given in enumerate(rows, 1):
         where = f"row {number}"
         try:
@@ -60,6 +63,8 @@ def checked_rows(
             if not row.prompt:
                 raise ConfigError("the prompt is empty")
             tools.check_row(row.tools_kwargs)
+            if row.id and where_of.setdefault(row.id, where) != where:
+                raise ConfigError(f"id {row.id!r} is that of {where_of[row.id]} too; rename one")
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         checked.append(msgspec.structs.replace(row, where=where))

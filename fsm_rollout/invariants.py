@@ -192,8 +192,8 @@ def budgets_hold(look: Look) -> Iterator[str]:
     limits = request.limits
     if columns.length > limits.max_context:
         yield f"{columns.length} tokens > max_context {limits.max_context}"
-    if limits.max_response is not None and columns.response_length > limits.max_response:
-        yield f"{columns.response_length} response tokens > max_response {limits.max_response}"
+    if limits.max_response is not None and request.response_length > limits.max_response:
+        yield f"{request.response_length} response tokens > max_response {limits.max_response}"
 
 
 @_invariant("R3.6")
@@ -257,5 +257,6 @@ def the_turns_agree_with_the_outcome(look: Look) -> Iterator[str]:
     number, turn = turns[-1]
     if turn.is_open and sample.status is Status.COMPLETED:
         yield f"turn {number} is open (finish {turn.finish}), the status is {sample.status}"
-    if not turn.is_open and reason in _ECHOES and turn.finish != reason:
+    is_last = not sample.continued_by
+    if is_last and not turn.is_open and reason in _ECHOES and turn.finish != reason:
         yield f"turn {number} finished with {turn.finish}, the stop reason is {reason}"

@@ -1,7 +1,8 @@
 """Request and Group: one rollout of one prompt, and the n rollouts of a prompt.
 
-A request owns status, budgets and what is used of them, the tool session, its samples and its
-reward. Its status changes only through `states.machine.Machine.fire`.
+A request owns status, budgets and what is used of them, the tool session, its samples, its children
+and its reward. Its status changes only through `states.machine.Machine.fire`. A child is a request
+of its own that a sub-agent plays; its rows are handed on with those of its parent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fsm_rollout.columns import Column, Columns, Prompt
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.limits import TERMINAL, Limits, Status, StopReason
 from fsm_rollout.sample import Sample
-from fsm_rollout.turn import ToolCall
+from fsm_rollout.turn import Media, ToolCall
 
 
 class Session(Protocol):
@@ -27,16 +28,18 @@ class Session(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One rollout of one prompt. `samples[-1]` is the open sample."""
+    """One rollout of one prompt. `samples[-1]` is the open sample; `fork` opens the next one."""
 
     prompt: Any = None
     """messages, or a string that stands for one user message"""
     prompt_ids: Ints | Prompt | None = None
     """the prompt's tokens, rendered once per group; None: the loop renders them"""
     index: int = 0
-    """unique in a run"""
+    """unique in a run, but for children: they have their parent's"""
     group_index: int = 0
     limits: Limits = field(default_factory=Limits)
+    row_id: str = ""
+    """the dataset's own id of the row"""
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +47,12 @@ class Request:
     log_probs: bool = True
     """False: the run is sampled without log-probs as a whole"""
     declared: Sequence[Column] = ()
+    name: str = ""
+    """what its samples and seeds are named by: the index, and in a child the path from there"""
+    has_agent: bool = False
+    """a turn without a call may be answered too: an agent of the user's plays it"""
     samples: list[Sample] = field(default_factory=list)
+    children: list[Request] = field(default_factory=list)
     stop_reason: StopReason | None = None
     error: str = ""
     """what went wrong, in words, when the request was aborted"""
@@ -64,24 +72,31 @@ class Request:
     session: Session | None = None
     is_sealed: bool = False
     _status: Status = Status.PENDING
+    _earlier_response: int = 0
+    """response tokens of the samples before the open one"""
+    _earlier_turns: int = 0
+    """model turns of the samples before the open one"""
+    _spawned: int = 0
+    """children so far, those of earlier attempts included: no two have the same seeds"""
 
     def __post_init__(self) -> None:
-        self.samples = self.samples or [self._new_sample()]
+        self.name = self.name or str(self.index)
+        self.samples = self.samples or [self._new_sample(self.prompt)]
         for sample in self.samples:
             sample.request = self
 
-    def _new_sample(self) -> Sample:
+    def _new_sample(self, prompt: Any) -> Sample:
         return Sample(
             index=self.index,
             group_index=self.group_index,
             rollout_id=self.index,
-            sample_id=f"{self.index}-{len(self.samples)}",
-            session_id=str(self.index),
-            prompt=self.prompt,
+            sample_id=f"{self.name}-{len(self.samples)}",
+            session_id=self.name,
+            row_id=self.row_id,
+            prompt=prompt,
             label=self.label,
             metadata=self.metadata,
             columns=Columns(log_probs=self.log_probs, declared=self.declared),
-            request=self,
         )
 
     # -- read --------------------------------------------------------------------------------------
@@ -103,8 +118,25 @@ class Request:
 
     @property
     def num_turns(self) -> int:
-        """Model turns, an interrupted one included."""
-        return self.samples[-1].num_turns
+        """Model turns over all samples, an interrupted one included."""
+        return self._earlier_turns + self.samples[-1].num_turns
+
+    @property
+    def response_length(self) -> int:
+        """Response tokens over all samples; the context that a fork starts from is none."""
+        return self._earlier_response + self.samples[-1].columns.response_length
+
+    @property
+    def rows(self) -> list[Sample]:
+        """What a trainer is handed: its samples and those of its children, in order.
+
+        None of an ABORTED request, nor of one that has not ended, nor a fork in which nothing was
+        sampled. All share `rollout_id`: a loss weights them as one rollout.
+        """
+        if self._status is Status.ABORTED or not self.is_done:
+            return []
+        own = [s for n, s in enumerate(self.samples) if not n or s.columns.num_sampled]
+        return own + [sample for child in self.children for sample in child.rows]
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
@@ -119,7 +151,7 @@ class Request:
         length = columns.length
         room = limits.max_context - length
         if limits.max_response is not None:
-            left = limits.max_response + columns.prompt_length - length
+            left = limits.max_response + columns.prompt_length - length - self._earlier_response
             return left if left < room else room
         return room
 
@@ -133,6 +165,22 @@ class Request:
 
     # -- write -------------------------------------------------------------------------------------
 
+    def check_prompt(self, length: int, *, is_fork: bool = False) -> None:
+        """Raise InvariantError R3.5.prompt when a prompt of so many tokens is not allowed.
+
+        max_prompt is for the user's: a fork starts from what was sampled and observed as well.
+        """
+        limits = self.limits
+        most = min(limits.max_context, limits.max_prompt or limits.max_context)
+        if is_fork:
+            most = limits.max_context
+        if length > most:
+            raise InvariantError(
+                "R3.5.prompt",
+                f"the prompt of request {self.name} has {length} tokens, allowed are {most} "
+                f"(max_context {limits.max_context}, max_prompt {limits.max_prompt})",
+            )
+
     def set_prompt(self, ids: Ints | Prompt) -> None:
         """Set the prompt tokens of the first sample; see `Sample.set_prompt`."""
         self.samples[-1].set_prompt(ids)
@@ -141,10 +189,71 @@ class Request:
         """Append to the open sample; see `Sample.append_response_tokens`."""
         self.samples[-1].append_response_tokens(tokens, *args, **kwargs)
 
+    def fork(
+        self, ids: Ints | Prompt, *, prompt: Any = None, media: Iterable[Media] = ()
+    ) -> Sample:
+        """Open a new sample whose context is `ids`, and close the one before to appends.
+
+        For history that is rewritten: a summary in place of old turns, thinking that is dropped, a
+        way that is tried from an earlier point. The new sample's `ids` are its prompt, so they are
+        never trained in it, and every sampled token is trained once, where it was sampled. Budgets
+        are spent over all samples. `prompt`: the messages that were rendered, for the chat view;
+        `media`: what the placeholder spans in `ids` stand for.
+
+        Raises InvariantError: R3.closed when the request has ended or nothing was sampled yet,
+        R3.4.fork inside a turn, R3.5.prompt when `ids` do not fit.
+        """
+        last = self.samples[-1]
+        if self.is_done or self.is_sealed or not last.turns:
+            why = "nothing was sampled yet" if not last.turns else f"it is {self._status}"
+            raise InvariantError("R3.closed", f"request {self.name} cannot be forked: {why}")
+        if last.open_turn is not None:
+            raise InvariantError(
+                "R3.4.fork",
+                f"request {self.name}: turn {self.num_turns} is open; end it, then fork",
+            )
+        fresh = self._new_sample(prompt)
+        fresh.set_prompt(ids)  # while it is nobody's: the status is that of a new one
+        self.check_prompt(fresh.prompt_length, is_fork=True)
+        fresh.media += media
+        fresh.request, last.continued_by = self, fresh.sample_id
+        self._earlier_response += last.response_length
+        self._earlier_turns += last.num_turns
+        self.samples.append(fresh)
+        return fresh
+
+    def spawn(self, prompt: Any, **fields: Any) -> Request:
+        """A child: a request of its own for a sub-agent, whose rows are handed on with these.
+
+        It has the parent's budgets, each for itself, its label and metadata, unless `fields` say
+        otherwise.
+        """
+        self._spawned += 1
+        child = Request(
+            **{
+                "prompt": prompt,
+                "index": self.index,
+                "group_index": self.group_index,
+                "name": f"{self.name}.{self._spawned}",
+                "limits": self.limits,
+                "row_id": self.row_id,
+                "label": self.label,
+                "metadata": self.metadata,
+                "log_probs": self.log_probs,
+                "declared": self.declared,
+                **fields,
+            }
+        )
+        self.children.append(child)
+        return child
+
     def reset(self) -> None:
         """Empty every generated field and count the attempt. The `retry` event calls it."""
         self.samples[0].reset()  # refuses when it is sealed
+        self.samples[0].continued_by = ""
         del self.samples[1:]
+        self.children = []
+        self._earlier_response = self._earlier_turns = 0
         self.reward, self.reward_parts, self.metrics, self.error = None, {}, {}, ""
         self.num_tool_calls = self.num_invalid_calls = 0
         self.session = None
@@ -165,6 +274,11 @@ class Request:
             sample.request = None
             sample.columns.seal()
         self.is_sealed = True
+        for child in self.children:
+            if child.is_done and not child.is_sealed:
+                if child.reward is None:  # else its agent said what it earned
+                    child.reward, child.reward_parts = self.reward, dict(self.reward_parts)
+                child.seal()
 
 
 @dataclass(slots=True)
@@ -182,12 +296,7 @@ class Group:
     @property
     def samples(self) -> list[Sample]:
         """The samples that a trainer may use: those of COMPLETED and TRUNCATED requests."""
-        return [
-            s
-            for r in self.requests
-            if r.is_done and r.status is not Status.ABORTED
-            for s in r.samples
-        ]
+        return [sample for request in self.requests for sample in request.rows]
 
     @property
     def rewards(self) -> list[float | None]:

@@ -171,6 +171,7 @@ class Rollout:
             index=next(self._indices) if index is None else index,
             group_index=group_index,
             limits=self.limits,
+            row_id=row.id,
             label=row.label,
             metadata=deepcopy(row.metadata),  # nothing is shared within a group
             tools_kwargs=deepcopy(row.tools_kwargs),

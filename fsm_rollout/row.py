@@ -36,10 +36,12 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rollout_id: int
     sample_id: str
     session_id: str
+    row_id: str = ""
     prompt: Any
     label: Any
     metadata: dict[str, Any]
     train_metadata: dict[str, Any] | None
+    continued_by: str = ""
     status: Status
     stop_reason: StopReason | None
     prompt_length: Count

@@ -50,12 +50,16 @@ class Sample:
     """shared by all samples of a request"""
     sample_id: str = ""
     session_id: str = ""
+    row_id: str = ""
+    """the dataset's own id of the row"""
     prompt: Any = None
     """the messages that were rendered; frozen input"""
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """frozen input"""
     train_metadata: Mapping[str, Any] | None = None
+    continued_by: str = ""
+    """sample_id of the row that goes on from here, see `Request.fork`; empty: the last one"""
     columns: Columns = field(default_factory=Columns)
     turns: list[Turn] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
@@ -187,14 +191,7 @@ class Sample:
             ids, log_probs=columns.has_log_probs, declared=tuple(columns.declared.values())
         )
         if self.request is not None:
-            limits = self.request.limits
-            most = min(limits.max_context, limits.max_prompt or limits.max_context)
-            if fresh.length > most:
-                raise InvariantError(
-                    "R3.5.prompt",
-                    f"the prompt of {self._where()} has {fresh.length} tokens, allowed are {most} "
-                    f"(max_context {limits.max_context}, max_prompt {limits.max_prompt})",
-                )
+            self.request.check_prompt(fresh.length)
         fresh.replay = columns.replay  # an empty reply may have reported that there will be some
         self.columns = fresh
 
@@ -224,9 +221,10 @@ class Sample:
         extra: values [N] of declared columns.
         update_terminal_info: False for all but the last chunk of a stream: the turn stays open.
         """
-        if self.is_sealed or self.status.is_terminal:
+        if self.is_sealed or self.status.is_terminal or self.continued_by:
+            state = f"continued by {self.continued_by}" if self.continued_by else self.status
             raise InvariantError(
-                "R3.closed", f"{self._where()} is {self.status}: nothing can be appended"
+                "R3.closed", f"{self._where()} is {state}: nothing can be appended"
             )
         if trainable and forced:
             raise InvariantError("R3.2.forced", "forced tokens are not sampled: trainable=False")

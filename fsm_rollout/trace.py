@@ -126,7 +126,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarise(requests: Iterable[Request], seconds: float) -> Summary:
     """Count `requests` by status, stop reason, turns, tool calls, reward and tokens per second."""
     done = list(requests)
-    samples = [sample for request in done for sample in request.samples]
+    samples = [s for request in done for s in (request.rows or request.samples)]
     rewards = [request.reward for request in done if request.reward is not None]
     metrics: Counter[str] = Counter()
     for request in done:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.columns import Column, Columns
+from fsm_rollout.columns import Column
 from fsm_rollout.errors import ConfigError, EngineError, GuardRefused, InvariantError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Group, Request, samples_of
@@ -26,7 +26,8 @@ from fsm_rollout.testing.walk import request_in
 IDENTITY = {
     *("prompt", "prompt_ids", "index", "group_index", "limits", "mode", "label", "metadata"),
     *("tools_kwargs", "log_probs", "declared", "samples", "attempt", "seq", "final", "request"),
-    *("rollout_id", "sample_id", "session_id", "train_metadata", "columns"),
+    *("rollout_id", "sample_id", "session_id", "train_metadata", "columns", "name", "row_id"),
+    *("has_agent", "_spawned"),
 }
 """fields of Request and Sample that a retry keeps, by name; all others are generated"""
 
@@ -52,7 +53,8 @@ def a_used_request() -> Request:
     request.reward, request.reward_parts, request.metrics = 1.0, {"tool": 1.0}, {"errors": 1.0}
     request.num_tool_calls, request.num_invalid_calls = 2, 1
     request.session = Tools()
-    request.samples.append(Sample(columns=Columns([1]), request=request))
+    request.fork([1, 2, 3])
+    request.spawn("a part of it")
     request.error = "boom"
     request.metrics = {"tool_errors": 1}
     machine.fire(Event.ABORT, request, StopReason.ENGINE_ERROR)

@@ -317,3 +317,11 @@ def test_a_request_of_a_row_is_played_as_its_own() -> None:
     assert request.sample.metadata is not row["metadata"]
     with pytest.raises(ConfigError, match="no prompt in it"):
         rollout.request({"question": "2 + 2?"})
+
+
+def test_an_id_that_two_rows_share_is_refused_and_one_of_its_own_is_carried() -> None:
+    rollout = Rollout(ScriptedEngine(["4"], tokenizer=TOKENIZER), TOKENIZER)
+    with pytest.raises(ConfigError, match="row 2: id 'a' is that of row 1 too"):
+        fsm_rollout.run(rollout.generate([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}]))
+    [group] = fsm_rollout.run(rollout.generate([{"id": "a", "prompt": "1"}], num_samples=2))
+    assert [sample.row_id for sample in group.samples] == ["a", "a"]

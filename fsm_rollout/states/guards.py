@@ -61,10 +61,10 @@ def _lengths(request: Request) -> str:
 
 def _binding_budget(request: Request) -> StopReason:
     """Which budget leaves no token: the context, the response, or the turn's own."""
-    limits, columns = request.limits, request.sample.columns
-    if limits.max_context - columns.length < 1:
+    limits = request.limits
+    if limits.max_context - request.sample.columns.length < 1:
         return StopReason.MAX_CONTEXT
-    if limits.max_response is not None and limits.max_response - columns.response_length < 1:
+    if limits.max_response is not None and limits.max_response - request.response_length < 1:
         return StopReason.MAX_RESPONSE
     return StopReason.LENGTH
 
@@ -94,7 +94,7 @@ def sound(request: Request) -> bool:
 @guard(
     lambda r: (
         f"no token left: {r.sample.columns.length} of max_context {r.limits.max_context}, "
-        f"{r.sample.columns.response_length} of max_response {r.limits.max_response}"
+        f"{r.response_length} of max_response {r.limits.max_response}"
     ),
     _binding_budget,
 )
@@ -106,15 +106,17 @@ def has_room(request: Request) -> bool:
 @guard(lambda r: f"{r.num_turns} of max_turns {r.limits.max_turns} are used", StopReason.MAX_TURNS)
 def turns_left(request: Request) -> bool:
     """Another model turn may start, or the interrupted one go on."""
-    sample = request.samples[-1]
-    return sample.num_turns < request.limits.max_turns or sample.open_turn is not None
+    is_left = request.num_turns < request.limits.max_turns
+    return is_left or request.samples[-1].open_turn is not None
 
 
 @guard(lambda r: "the last turn is not a finished model turn with tool calls")
 def needs_observation(request: Request) -> bool:
-    """The last turn made a call, well-formed or not, that waits for an answer."""
+    """The last turn waits for an answer: it made a call, well-formed or not, or an agent asks."""
     turns = request.samples[-1].turns
-    return bool(turns) and bool(turns[-1].calls) and turns[-1].finish == "stop"
+    if not turns or turns[-1].finish != "stop":
+        return False
+    return bool(turns[-1].calls) or request.has_agent
 
 
 @guard(
@@ -122,8 +124,8 @@ def needs_observation(request: Request) -> bool:
     StopReason.MAX_TOOL_CALLS,
 )
 def calls_left(request: Request) -> bool:
-    """At least one more tool call may be executed."""
-    return request.num_tool_calls < request.limits.max_tool_calls
+    """At least one more tool call may be executed, or there is none to execute."""
+    return request.num_tool_calls < request.limits.max_tool_calls or not request.calls
 
 
 @guard(lambda r: "it is sealed: its outcome was recorded and may have been delivered")

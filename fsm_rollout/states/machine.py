@@ -149,7 +149,7 @@ class Machine:
                     request,
                     request.seq,
                     request.attempt,
-                    sample.num_turns,
+                    request.num_turns,
                     event,
                     source,
                     dest,

@@ -90,6 +90,7 @@ OPERATIONS: dict[str, tuple[Operation, dict[str, st.SearchStrategy[Any]]]] = {
     ),
     "reset": (Player.reset, {}),
     "set_prompt": (Player.set_prompt, {"prompt": st.sampled_from([0, 1, 8, 100])}),
+    "fork": (Player.fork, {"percent": st.integers(0, 100)}),
     "seal": (Player.seal, {"reward": st.sampled_from([None, 0.0, 1.5])}),
     "at_rest": (Player.at_rest, {}),
     "tamper": (Player.tamper, {"kind": st.sampled_from(sorted(TAMPERINGS))}),

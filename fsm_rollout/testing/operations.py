@@ -6,10 +6,12 @@ Methods of a Twin with plain arguments, which `machines` draws.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
+from fsm_rollout.errors import InvariantError
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.sample import Sample
@@ -321,6 +323,8 @@ class Player(Twin):
         codes = {"R3.closed"} if self.reference.is_sealed else ()
         if self.attempt(self.request.sample.reset, codes, "reset"):
             self.reference.reset()
+            if self.reference.closed:  # a fork begins where nothing else does
+                return
             before_anything = self.fresh().sample
             assert sample_snapshot(self.request.sample) == sample_snapshot(before_anything)
 
@@ -335,6 +339,26 @@ class Player(Twin):
         if self.attempt(lambda: self.request.set_prompt(ids), codes, "set_prompt"):
             reference.prompt = ids
 
+    def fork(self, percent: int) -> None:
+        """History is rewritten: a new row whose context is the first part of this one."""
+        request, reference = self.request, self.reference
+        keep = reference.length * percent // 100
+        ids = [*reference.prompt, *(token.id for token in reference.tokens)][:keep]
+        codes = set[str]()
+        if reference.is_sealed or reference.status in TERMINAL or not reference.turns:
+            codes.add("R3.closed")
+        elif reference.has_open_turn:
+            codes.add("R3.4.fork")
+        closed = request.sample
+        media = [span for span in closed.media if span.start + span.length <= keep]
+        if self.attempt(lambda: request.fork(ids, media=media), codes, "fork"):
+            reference.fork(ids)
+            before = snapshot(request)
+            with suppress(InvariantError):
+                closed.append_response_tokens([1], trainable=False)
+                raise AssertionError("a closed row was written")
+            assert snapshot(request) == before
+
     def seal(self, reward: float | None) -> None:
         """Record the outcome, once, when there is one."""
         request, reference = self.request, self.reference
@@ -345,8 +369,8 @@ class Player(Twin):
         request.reward = reward
         self.attempt(request.seal, (), "seal")
         reference.is_sealed = True
+        assert all((s.reward, s.request) == (reward, None) for s in request.samples)
         sample = request.sample
-        assert (sample.reward, sample.request) == (reward, None)
         if sample.columns.length:
             assert np.shares_memory(sample.tokens, sample.tokens)
             assert not sample.tokens.flags.writeable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, Status, StopReason
@@ -61,6 +61,15 @@ class Span:
         return self.finish in (None, "abort")
 
 
+class Closed(NamedTuple):
+    """A sample that a fork goes on from."""
+
+    prompt: list[int]
+    media: list[tuple[int, int]]
+    num_tokens: int
+    num_turns: int
+
+
 @dataclass(slots=True)
 class Reference:
     """A request in plain lists."""
@@ -83,6 +92,8 @@ class Reference:
     alive: bool | None = None
     """of the tools; None: there are none"""
     is_sealed: bool = False
+    closed: list[Closed] = field(default_factory=list)
+    """the samples before the open one"""
 
     # -- what follows from the lists ---------------------------------------------------------------
 
@@ -91,10 +102,14 @@ class Reference:
         return len(self.prompt) + len(self.tokens)
 
     @property
+    def response_length(self) -> int:
+        return len(self.tokens) + sum(row.num_tokens for row in self.closed)
+
+    @property
     def room(self) -> int:
         rooms = [self.limits.max_context - self.length]
         if self.limits.max_response is not None:
-            rooms.append(self.limits.max_response - len(self.tokens))
+            rooms.append(self.limits.max_response - self.response_length)
         return min(rooms)
 
     @property
@@ -104,6 +119,10 @@ class Reference:
 
     @property
     def num_turns(self) -> int:
+        return self.num_open_turns + sum(row.num_turns for row in self.closed)
+
+    @property
+    def num_open_turns(self) -> int:
         return [turn.kind for turn in self.turns].count("model")
 
     @property
@@ -140,7 +159,8 @@ class Reference:
                 last = self.turns[-1] if self.turns else None
                 return last is not None and bool(last.calls) and last.finish == "stop"
             case "calls_left":
-                return self.num_tool_calls < self.limits.max_tool_calls
+                waits = bool(self.turns) and bool(self.turns[-1].calls)
+                return self.num_tool_calls < self.limits.max_tool_calls or not waits
             case "not_sealed":
                 return not self.is_sealed
             case "resumable":
@@ -226,9 +246,20 @@ class Reference:
         self.tokens, self.turns, self.response, self.rows = [], [], None, None
         self.media = [(start, n) for start, n in self.media if start < len(self.prompt)]
 
+    def fork(self, prompt: list[int]) -> None:
+        """What was there is closed; the next row begins behind `prompt`, a part of this one."""
+        row = Closed(self.prompt, self.media, len(self.tokens), self.num_open_turns)
+        self.closed.append(row)
+        self.prompt = prompt
+        self.media = [(start, n) for start, n in row.media if start + n <= len(prompt)]
+        self.reset()
+
     def move(self, event: Event, dest: Status, reason: StopReason | None) -> None:
         """The event fired."""
         if event is Event.RETRY:
+            if self.closed:
+                self.prompt, self.media, *_ = self.closed[0]
+                self.closed.clear()
             self.reset()
             self.attempt += 1
             self.num_tool_calls = self.num_invalid_calls = 0
@@ -268,7 +299,15 @@ def assert_agree(request: Request, reference: Reference) -> None:
     assert request.status is sample.status is reference.status
     assert request.stop_reason is sample.stop_reason is reference.reason
     assert (request.seq, request.attempt) == (reference.moves, reference.attempt)
-    assert request.num_turns == sample.num_turns == reference.num_turns
+    assert request.num_turns == reference.num_turns
+    assert sample.num_turns == reference.num_open_turns
+    assert len(request.samples) == 1 + len(reference.closed)
+    for number, row in enumerate(reference.closed):
+        closed = request.samples[number]
+        assert (closed.prompt_length, closed.response_length) == (len(row.prompt), row.num_tokens)
+        assert closed.num_turns == row.num_turns
+        assert closed.continued_by == request.samples[number + 1].sample_id
+        assert violations(closed) == []
     assert request.num_tool_calls == reference.num_tool_calls
     assert request.num_invalid_calls == reference.num_invalid_calls
     assert request.is_sealed is sample.is_sealed is reference.is_sealed

@@ -213,8 +213,9 @@ class Twin:
         """The request as it was before anything was generated."""
         setup = self.setup
         request = Request(limits=setup.limits, log_probs=setup.log_probs, declared=setup.declared)
-        request.set_prompt(self.reference.prompt)
+        first = self.reference.closed[0] if self.reference.closed else self.reference
+        request.set_prompt(first.prompt)
         request.sample.media = [
-            Media(start, n, "image") for start, n in self.reference.media if start < setup.prompt
+            Media(start, n, "image") for start, n in first.media if start < len(first.prompt)
         ]
         return request
