@@ -93,7 +93,8 @@ def _play(settings: RunConfig, rows: list[PromptRow]) -> tuple[list[Request], Ba
     seen: dict[int, Request] = {}
 
     def remember(transition: Transition) -> None:
-        seen[transition.request.index] = transition.request
+        if not transition.request.is_child:
+            seen[transition.request.index] = transition.request
 
     from fsm_rollout.rollout import run as run_rollout
 

@@ -80,6 +80,7 @@ class StopReason(StrEnum):
     BAD_REPLY = "bad_reply", Status.ABORTED, True, True
     INVARIANT = "invariant", Status.ABORTED, True
     TOOL_UNAVAILABLE = "tool_unavailable", Status.ABORTED, True
+    AGENT_ERROR = "agent_error", Status.ABORTED, True
     REWARD_ERROR = "reward_error", Status.ABORTED, True
     DEADLINE = "deadline", Status.ABORTED, True
     CANCELLED = "cancelled", Status.ABORTED, True, True

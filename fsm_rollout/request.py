@@ -51,6 +51,8 @@ class Request:
     """what its samples and seeds are named by: the index, and in a child the path from there"""
     has_agent: bool = False
     """a turn without a call may be answered too: an agent of the user's plays it"""
+    is_child: bool = False
+    """a sub-agent's; it is handed on with its parent"""
     samples: list[Sample] = field(default_factory=list)
     children: list[Request] = field(default_factory=list)
     stop_reason: StopReason | None = None
@@ -235,6 +237,7 @@ class Request:
                 "index": self.index,
                 "group_index": self.group_index,
                 "name": f"{self.name}.{self._spawned}",
+                "is_child": True,
                 "limits": self.limits,
                 "row_id": self.row_id,
                 "label": self.label,

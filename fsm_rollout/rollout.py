@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fsm_rollout.agent import Agent, player
 from fsm_rollout.codec import Codec
 from fsm_rollout.columns import Prompt
 from fsm_rollout.dataset import PromptRow, checked_rows
@@ -37,8 +38,9 @@ class Rollout:
     """Plays requests against one engine, one codec and one set of tools.
 
     `tokenizer` with a chat template, or a ready `codec`. `parser` names the wire format of tool
-    calls. `reward` scores a finished request (default: the sum of what its tools say). `listeners`
-    and `guards` are the machine's.
+    calls. `reward` scores a finished request (default: the sum of what its tools say). `agent` is a
+    loop of yours, `async def agent(ctx)`; see `fsm_rollout.agent`. `listeners` and `guards` are the
+    machine's.
     Raises ConfigError (TemplateError) at once when a part does not fit: nothing starts half-way.
     """
 
@@ -54,6 +56,7 @@ class Rollout:
         limits: Limits | None = None,
         params: SamplingParams | None = None,
         reward: RewardFunction | None = None,
+        agent: Agent | None = None,
         log_probs: bool = True,
         max_concurrent: int = 256,
         seed: int = 0,
@@ -94,6 +97,7 @@ class Rollout:
             machine=Machine(listeners, guards=guards),
             params=params or SamplingParams(),
             reward=reward,
+            agent=None if agent is None else player(agent),
             seed=seed,
         )
 

@@ -65,6 +65,8 @@ class Progress:
         self._bar.stop()
 
     def __call__(self, transition: Transition) -> None:
+        if transition.request.is_child:  # no rollout of its own
+            return
         self.statuses[transition.source] -= 1
         self.statuses[transition.dest] += 1
         counts = self.statuses

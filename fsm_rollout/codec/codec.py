@@ -69,7 +69,7 @@ class ParsedTurn(msgspec.Struct, frozen=True):
 
     def message(self, *, has_tools: bool) -> Message:
         """The turn as a chat message. Without tools nothing in it is a call: all is content."""
-        content = self.content if has_tools else self.text
+        content = self.content if has_tools or not self.calls else self.text
         message: Message = {"role": "assistant", "content": content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning

@@ -172,6 +172,6 @@ def _refused(event: Event, guard: Guard, request: Request) -> GuardRefused:
 
 def _where(request: Request) -> str:
     return (
-        f"request {request.index}, attempt {request.attempt}, turn {request.num_turns}, "
+        f"request {request.name}, attempt {request.attempt}, turn {request.num_turns}, "
         f"{request.status}"
     )

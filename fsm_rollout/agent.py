@@ -1,0 +1,255 @@
+"""Agent: a loop of your own in place of the built-in one, through the same machine and record.
+
+    async def agent(ctx: Context) -> None:
+        turn = await ctx.generate()
+        while turn.calls:
+            await ctx.observe(await ctx.call_tools())
+            turn = await ctx.generate()
+
+`Rollout(engine, tokenizer, agent=agent)` runs it once per attempt of each request. Tokens, masks,
+log-probs and budgets stay the record's, whatever it does: it sees messages, never token ids.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from fsm_rollout.codec.messages import Message, checked_messages
+from fsm_rollout.errors import RolloutError
+from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.loop import Loop, Player
+from fsm_rollout.request import Request
+from fsm_rollout.states.table import Event
+from fsm_rollout.tools.session import ToolSession
+from fsm_rollout.tools.supervisor import Flight
+from fsm_rollout.turn import ToolCall, Turn
+
+logger = logging.getLogger(__name__)
+
+
+class Ended(BaseException):
+    """The request of an agent has ended (a budget, a fault, a cancel): nothing more can be done.
+
+    Let it pass. Like CancelledError it is no Exception, so that `except Exception` does.
+    """
+
+
+class Context:
+    """What an agent holds: its request, and everything that it may do to it.
+
+    Every method raises Ended once the request has ended.
+    """
+
+    def __init__(self, loop: Loop, request: Request, session: ToolSession) -> None:
+        self.request = request
+        """read it: label, metadata, limits, num_turns …"""
+        self._loop = loop
+        self._session = session
+        self._attempt = request.attempt
+        self._tool_stops = False
+        self._is_over = False
+        self._children: list[Flight] = []
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, the prompt first."""
+        view = self.request.sample.messages
+        return [{k: v for k, v in message.items() if k != "span"} for message in view]
+
+    async def generate(self) -> Turn:
+        """Let the policy take a turn. What it says is in `messages`, its calls in `turn.calls`.
+
+        In a request that was resumed, the first call gives the turn that nobody answered yet.
+        Raises RolloutError when the turn before has no answer: observe something, or return.
+        """
+        request, loop = self._alive(), self._loop
+        if request.status is Status.PENDING:
+            await loop.start(request)
+        elif request.status is Status.TOOL_CALLING:
+            loop.machine.settle(Event.GENERATE, request)
+        elif _is_finished(request):  # else a call before this one was cancelled by the agent
+            raise RolloutError(
+                f"{self._where()}: the turn before has no answer; `await ctx.observe(...)` first, "
+                "or return to end the request"
+            )
+        if self._alive().status is Status.TOOL_CALLING:
+            return request.sample.turns[-1]
+        turn = await loop.turn(request)
+        self._alive()
+        assert turn is not None, "a turn that is none has ended its request"
+        return turn
+
+    async def call_tools(self, calls: Sequence[ToolCall] | None = None) -> list[Message]:
+        """Run calls, default: all of the last turn, and give what to tell the model, in order.
+
+        Malformed and unknown ones are answered too. Nothing is recorded before `observe`.
+        """
+        request = self._answering()
+        called = await self._loop.call(
+            request, self._session, request.calls if calls is None else calls
+        )
+        self._alive()
+        assert called is not None
+        self._tool_stops |= called.stops
+        return called.messages
+
+    async def observe(self, messages: str | Sequence[Mapping[str, Any]]) -> None:
+        """Tell the model, in place of a user or a tool; once per turn. A str is a user message.
+
+        What does not fit is cut and ends the request. Raises ConfigError for a message that is
+        none, RolloutError when the turn was answered already.
+        """
+        checked = checked_messages(messages)
+        request = self._answering()
+        last = request.sample.turns[-1] if request.sample.turns else None
+        if last is not None and last.kind == "observation":
+            raise RolloutError(
+                f"{self._where()}: the turn was answered already; pass all messages in one "
+                "`ctx.observe([...])`"
+            )
+        await self._loop.observe(request, checked)
+        self._alive()
+        if self._tool_stops:
+            self._loop.machine.settle(Event.COMPLETE, request, StopReason.TOOL_STOP)
+            self._alive()
+
+    async def rewrite(self, messages: str | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from another history: a summary, or the same without its thinking.
+
+        Opens a new row of the request, whose prompt are these messages; see `Request.fork`. What
+        was sampled stays in the row before and is trained there.
+        """
+        request = self._answering()
+        checked = checked_messages(messages)
+        ids = await self._loop.codec.prompt_async(checked)
+        self._alive()
+        request.fork(ids, prompt=checked)
+
+    async def spawn(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        agent: Agent | None = None,
+        limits: Limits | None = None,
+        label: Any = None,
+        tools_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """Let a sub-agent answer another prompt; wait for it and look at how it ended.
+
+        `agent`: its loop, default the built-in one. It has the same engine and tools, budgets of
+        its own (default: like the parent's) and is retried like any request. Its rows are trained
+        with those of this one and share its reward, unless its tools gave one or you set
+        `child.reward`. One that is ABORTED is not trained. Several run at once in an
+        `asyncio.gather`; those that still run when the agent returns are cancelled.
+        """
+        request, loop = self._alive(), self._loop
+        loop.tools.check_row(tools_kwargs or {})
+        child = request.spawn(
+            prompt,
+            limits=limits or request.limits,
+            label=request.label if label is None else label,
+            tools_kwargs=tools_kwargs or {},
+        )
+        inner = replace(loop, agent=None if agent is None else player(agent), reward=None)
+        flight = Flight(
+            lambda: inner.play_and_retry(child),
+            in_thread=False,
+            label=f"sub-agent, request {child.name}",
+            on_abandon=lambda: None,
+        )
+        self._children.append(flight)
+        try:
+            await flight.settle(child.limits.request_timeout_s * child.limits.max_attempts)
+        finally:
+            await flight.stop()
+        self._alive()
+        error = flight.task.result()[1] if flight.is_done else None
+        if error is not None and not child.is_done:
+            raise error
+        return child
+
+    # -- for the driver ----------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """The agent is over: what it left running ends, and nothing of it reaches the record."""
+        self._is_over = True
+        for flight in self._children:
+            await flight.stop()
+
+    def _alive(self) -> Request:
+        request = self.request
+        if self._is_over or request.is_done or request.attempt != self._attempt:
+            raise Ended(f"{self._where()} has ended: {request.stop_reason or 'retried'}")
+        return request
+
+    def _answering(self) -> Request:
+        """The request, TOOL_CALLING."""
+        request = self._alive()
+        if request.status is Status.PENDING:
+            raise RolloutError(f"{self._where()}: there is no turn yet; `await ctx.generate()`")
+        if request.status is Status.GENERATING:
+            if not _is_finished(request):
+                raise RolloutError(f"{self._where()}: there is no turn to answer; wait for it")
+            self._loop.machine.settle(Event.OBSERVE, request)
+        return self._alive()
+
+    def _where(self) -> str:
+        return f"agent, request {self.request.name}, turn {self.request.num_turns}"
+
+
+Agent: TypeAlias = Callable[[Context], Awaitable[object]]
+"""what it returns is not looked at: the reward is the tools' or the reward function's"""
+
+
+def player(agent: Agent) -> Player:
+    """What `Loop.agent` calls. The agent runs in a task of its own: one that hangs or swallows its
+    cancellation holds no request, and one that raises aborts its request as agent_error."""
+
+    async def play(loop: Loop, request: Request, session: ToolSession) -> None:
+        request.has_agent = True
+        context = Context(loop, request, session)
+        flight = Flight(
+            lambda: agent(context),
+            in_thread=False,
+            label=context._where(),
+            on_abandon=lambda: None,
+        )
+        try:
+            await flight.settle(request.limits.request_timeout_s)
+        finally:
+            await flight.stop()
+            await context.close()
+        if request.is_done or request.attempt != context._attempt:
+            return
+        if not flight.is_done:  # abandoned by a clock of ours
+            loop.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
+            return
+        error = flight.task.result()[1]
+        if error is None:
+            _complete(loop, request)
+            return
+        logger.error("%s raised", context._where(), exc_info=error)
+        request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
+        loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")
+
+    return play
+
+
+def _complete(loop: Loop, request: Request) -> None:
+    """The agent returned: what it did last says why."""
+    if request.status is Status.TOOL_CALLING:
+        loop.machine.settle(Event.COMPLETE, request, StopReason.ENV_DONE)
+    elif request.status is Status.GENERATING and _is_finished(request):
+        loop.machine.settle(Event.COMPLETE, request, StopReason.STOP)
+    else:
+        request.final = True
+        loop.abort(request, StopReason.AGENT_ERROR, "the agent returned without a finished turn")
+
+
+def _is_finished(request: Request) -> bool:
+    """The last thing in the record is a whole model turn."""
+    turns = request.sample.turns
+    return bool(turns) and turns[-1].kind == "model" and not turns[-1].is_open
