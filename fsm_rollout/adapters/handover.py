@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from fsm_rollout.errors import HandOverError
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Status
@@ -61,6 +64,12 @@ def require(
             f"{shown}{more}. Set them aside with fsm_rollout.adapters.handover.sift"
         )
     return good
+
+
+def trained(sample: Sample) -> npt.NDArray[np.uint8]:
+    """uint8 [R]: the loss mask as a trainer must have it, all 0 when `remove_sample` says so."""
+    mask = sample.loss_mask
+    return np.zeros_like(mask) if sample.remove_sample else mask
 
 
 def _why_not(sample: Sample, *, rewards: bool, log_probs: bool) -> str:
