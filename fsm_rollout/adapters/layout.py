@@ -76,16 +76,12 @@ class Padded(Layout):
         forks: Collection[str] = (),
     ) -> None:
         super().__init__(rows)
-        prompts = [sample.prompt_length for sample in rows]
-        over = [
-            max(length - prompt_length, 0) if prompt_length is not None else 0 for length in prompts
-        ]
-        inside = [
-            length - more if sample.sample_id in forks else length
-            for sample, length, more in zip(rows, prompts, over, strict=True)
-        ]
+        over = [0] * len(rows)
+        if prompt_length is not None:
+            over = [max(s.prompt_length - prompt_length, 0) * (s.sample_id in forks) for s in rows]
+        inside = [s.prompt_length - more for s, more in zip(rows, over, strict=True)]
+        responses = [more + count for more, count in zip(over, self.counts["R"], strict=True)]
         P = self._width("prompt_length", inside, prompt_length, multiple_of)
-        responses = [m + n for m, n in zip(over, self.counts["R"], strict=True)]
         R = self._width("response_length", responses, response_length, multiple_of)
         self.prompt_length = P
         self.shape = {"T": (len(rows), P + R), "R": (len(rows), R)}

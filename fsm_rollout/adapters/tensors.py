@@ -62,7 +62,9 @@ def padded(
     | rm_scores | float32 [B, R] | the reward on the last token; `rewards=False`: absent |
 
     P and R are those of the longest, rounded up to `multiple_of`, unless `prompt_length` and
-    `response_length` fix them. A row with `remove_sample` stays in its place with mask 0.
+    `response_length` fix them. Of a fork whose prompt is longer than that, the rest stands at the
+    start of its response: context that is not trained, like an observation. A row with
+    `remove_sample` stays in its place with mask 0.
 
     turn_rewards: a turn's reward stands on the last trained token of the turn, and what is then
     missing to the sample's reward on the last trained token of all. A row always sums up to
@@ -88,6 +90,7 @@ def padded(
         prompt_length=prompt_length,
         response_length=response_length,
         multiple_of=multiple_of,
+        forks={sample.continued_by for sample in rows},
     )
     input_ids = layout.column("T", [s.tokens for s in rows], np.int64, pad_id)
     width = layout.prompt_length
