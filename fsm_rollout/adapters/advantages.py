@@ -33,9 +33,10 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     Raises HandOverError that names each sample that must not be trained on, or has no reward.
     """
     rows = require(samples, log_probs=False)
+    usable = {sample.rollout_id for sample in rows if not sample.remove_sample}
     groups: dict[int, dict[int, float]] = defaultdict(dict)
     for sample in rows:
-        if not sample.remove_sample:
+        if sample.rollout_id in usable:
             groups[sample.group_index].setdefault(sample.rollout_id, sample.reward or 0.0)
     baselines = {group: _baseline(list(rewards.values())) for group, rewards in groups.items()}
     advantages = []

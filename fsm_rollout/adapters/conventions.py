@@ -66,7 +66,8 @@ def _row(sample: Sample, convention: Convention) -> dict[str, list[Any]]:
     given = sample.rollout_log_probs
     assert given is not None  # `require` refused the others
     untrained, shift = convention.untrained_mask, int(bool(convention.targets))
-    mask, log_probs = [untrained] * start, [convention.untrained_log_prob] * start
+    mask: list[int] = [untrained] * start
+    log_probs = [convention.untrained_log_prob] * start
     for token, is_trained, log_prob in zip(
         tokens[start:], trained(sample).tolist(), given.tolist(), strict=True
     ):
