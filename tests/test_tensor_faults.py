@@ -115,6 +115,12 @@ def test_a_width_that_is_too_short_says_for_whom() -> None:
     assert made["input_ids"].shape == (2, 14)  # fixed widths are not rounded
 
 
+def test_a_tokenizer_without_a_padding_token_is_told_what_to_do() -> None:
+    pad_token_id: Any = None
+    with pytest.raises(ConfigError, match="pad_id is None: give any token id"):
+        padded([good(0)], pad_id=pad_token_id)
+
+
 def test_a_forks_context_that_the_prompt_does_not_hold_stands_in_its_response() -> None:
     plan = Play(turns=(Turn(tokens=3), Turn("observation", tokens=2, fork=True), Turn(tokens=2)))
     first, fork = play(plan)[0]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fsm_rollout.adapters.handover import require, trained
 from fsm_rollout.adapters.layout import Packed, Padded
 from fsm_rollout.adapters.optional_columns import optional_columns, placed_turn_rewards
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.sample import Sample
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def padded(
 
     Raises HandOverError that names each sample that must not be trained on or does not fit.
     """
+    if not isinstance(pad_id, int):
+        raise ConfigError(f"pad_id is {pad_id!r}: give any token id, padding is never looked at")
     rows = require(samples, rewards=rewards, log_probs=log_probs)
     layout = Padded(
         rows,
