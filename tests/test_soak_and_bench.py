@@ -56,3 +56,11 @@ def test_a_short_load_loses_nothing(tmp_path: Path) -> None:
     assert (figures["requests"], figures["turns"]) == (24, 48)
     assert (figures["lost"], figures["violations"]) == (0, 0)
     assert figures["loop_lag_ms"]["p50"] <= figures["loop_lag_ms"]["max"]
+
+
+def test_a_short_bench_compares_a_batch_with_memcpy_and_lists(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    few = ("--quick", "--repeats", "1", "--few", "2")
+    report = report_of("bench/handover.py", tmp_path, *few)
+    assert 0 < report["us"]["padded_memcpy"] < report["us"]["padded"] < report["us"]["lists"]
+    assert set(report["ratio"]) == {"padded / memcpy", "packed / memcpy", "lists / padded"}

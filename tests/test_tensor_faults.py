@@ -115,10 +115,12 @@ def test_a_width_that_is_too_short_says_for_whom() -> None:
     assert made["input_ids"].shape == (2, 14)  # fixed widths are not rounded
 
 
-def test_a_tokenizer_without_a_padding_token_is_told_what_to_do() -> None:
+def test_arguments_that_make_no_batch_are_refused() -> None:
     pad_token_id: Any = None
     with pytest.raises(ConfigError, match="pad_id is None: give any token id"):
         padded([good(0)], pad_id=pad_token_id)
+    with pytest.raises(ConfigError, match="multiple_of must be >= 1, got 0"):
+        padded([good(0)], pad_id=0, multiple_of=0)
 
 
 def test_a_forks_context_that_the_prompt_does_not_hold_stands_in_its_response() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsm_rollout.adapters.conventions import CONVENTIONS, Convention, laid_out
 from fsm_rollout.adapters.tensors import packed, padded
-from fsm_rollout.errors import HandOverError
 from fsm_rollout.sample import Sample
 from tests.finished import Plain, batches
 
@@ -83,9 +80,8 @@ def test_a_padded_batch_holds_what_the_samples_hold(
     for row, plain in zip(read_padded(made), plains, strict=True):
         assert row["tokens"] == [token.id for token in plain.tokens]
         assert row["response_mask"] == plain.trained
-        assert math.isclose(sum(row["rm_scores"]), plain.reward or 0, abs_tol=1e-6) or not (
-            plain.response
-        )
+        scores = [0.0] * (len(plain.response) - 1) + [plain.reward] * bool(plain.response)
+        assert row["rm_scores"] == pytest.approx(scores)
         if with_log_probs:
             assert row["rollout_log_probs"] == [token.log_prob for token in plain.response]
         # design, section 6, on the other side
@@ -253,72 +249,3 @@ def test_replay_data_comes_along_where_there_is_some(
 
 def spans(ids: Any, offsets: list[int]) -> list[list[int]]:
     return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
-
-
-@given(batches())
-def test_samples_go_into_every_convention_and_back(
-    batch: tuple[list[Sample], list[Plain]],
-) -> None:
-    samples, plains = batch
-    if not has_log_probs(samples):
-        with pytest.raises(HandOverError, match="log-probs"):
-            laid_out(samples, CONVENTIONS["slime"])
-        return
-    for name, convention in CONVENTIONS.items():
-        for row, plain in zip(laid_out(samples, convention), plains, strict=True):
-            if convention.targets and not (plain.prompt and plain.response):
-                continue  # what nothing precedes cannot be predicted: the shift drops it
-            prompt, ids, mask, log_probs = from_row(name, row, len(plain.prompt))
-            assert prompt + ids == [token.id for token in plain.tokens], name
-            assert mask == plain.trained, name
-            trained = [t.log_prob for t, m in zip(plain.response, mask, strict=True) if m]
-            assert [p for p, m in zip(log_probs, mask, strict=True) if m] == trained, name
-            assert all(
-                is_fill(convention, p) for p, m in zip(log_probs, mask, strict=True) if not m
-            )
-
-
-def is_fill(convention: Convention, value: float) -> bool:
-    fill = convention.untrained_log_prob
-    return value == fill or (math.isnan(value) and math.isnan(fill))
-
-
-def from_row(name: str, row: dict[str, Any], start: int) -> tuple[Any, Any, Any, Any]:
-    """Prompt and response ids, mask and log-probs of the response, as the trainer reads them."""
-    match name:
-        case "verl":
-            keys = "prompts", "responses", "response_mask", "rollout_log_probs"
-        case "TRL":
-            keys = "prompt_ids", "completion_ids", "env_mask", "logprobs"
-        case "SkyRL":
-            keys = "prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs"
-        case "slime":
-            ids = row["tokens"]
-            return ids[:start], ids[start:], row["loss_mask"], row["rollout_log_probs"]
-        case "Atropos":
-            ids, labels = row["tokens"], row["masks"]
-            assert all(label in (-100, i) for i, label in zip(ids, labels, strict=True))
-            mask = [int(label != -100) for label in labels]
-            return ids[:start], ids[start:], mask[start:], row["inference_logprobs"][start:]
-        case "tinker":
-            inputs, targets = row["model_input"], row["target_tokens"]
-            assert inputs[1:] == targets[:-1]
-            assert len(row["mask"]) == len(row["logprobs"]) == len(targets)
-            ids = inputs[:1] + targets
-            at = start - 1
-            return ids[:start], ids[start:], row["mask"][at:], row["logprobs"][at:]
-        case "TRL async":
-            keys = "", "input_ids", "completion_mask", "old_log_probs"
-        case "AReaL":
-            keys = "", "input_ids", "loss_mask", "logprobs"
-        case "prime-rl":
-            keys = "", "token_ids", "mask", "logprobs"
-        case _:
-            keys = "", "token_ids", "assistant_mask", "logprobs"
-    prompt, *parts = keys
-    ids, mask, log_probs = (row[key] for key in parts)
-    if prompt:
-        return row[prompt], ids, mask, log_probs
-    assert len(ids) == len(mask) == len(log_probs)
-    assert not any(mask[:start])
-    return ids[:start], ids[start:], mask[start:], log_probs[start:]

@@ -83,10 +83,13 @@ def padded(
     | rollout_top_p_token_ids | int32 [K] | what top-p kept, one token behind the other |
     | rollout_top_p_token_offsets | int64 [B, R + 1] | with the ids: where each token's start |
 
-    Raises HandOverError that names each sample that must not be trained on or does not fit.
+    Raises HandOverError that names each sample that must not be trained on or does not fit, and
+    ConfigError for a `pad_id` that is none.
     """
     if not isinstance(pad_id, int):
         raise ConfigError(f"pad_id is {pad_id!r}: give any token id, padding is never looked at")
+    if multiple_of < 1:
+        raise ConfigError(f"multiple_of must be >= 1, got {multiple_of}")
     rows = require(samples, rewards=rewards, log_probs=log_probs)
     layout = Padded(
         rows,
