@@ -6,6 +6,7 @@ Which tokens are trained is known from how the samples were played, not from the
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,12 +45,13 @@ def token_mean(losses: Tensor, batch: Batch) -> Tensor:
 
 
 def seq_mean_token_sum(losses: Tensor, batch: Batch) -> Tensor:
-    """verl."""
-    return (losses * batch.mask).sum(-1).mean()
+    """verl: a row without trained tokens does not count; luspo in TRL: it does."""
+    rows = (batch.mask.sum(-1) > 0).sum().clamp(min=1)
+    return (losses * batch.mask).sum(-1).sum() / rows
 
 
 def seq_mean_token_mean(losses: Tensor, batch: Batch) -> Tensor:
-    """verl; grpo in TRL."""
+    """grpo in TRL; verl, which leaves empty rows out as above."""
     return ((losses * batch.mask).sum(-1) / batch.mask.sum(-1).clamp(min=1)).mean()
 
 
@@ -88,10 +90,17 @@ def gradient(
     log_probs: Tensor,
     rollout_log_probs: Tensor,
     batch: Batch,
+    *,
+    level: str,
 ) -> Tensor:
-    """Of a clipped policy loss, with respect to `log_probs`."""
+    """Of a clipped policy loss with ratios per token or per sequence, by `log_probs`."""
     log_probs = log_probs.clone().requires_grad_()
-    ratios = torch.exp(log_probs - rollout_log_probs)
+    log_ratios = log_probs - rollout_log_probs
+    if level == "sequence":  # GSPO
+        tokens = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+        mean = (log_ratios * batch.mask).sum(-1, keepdim=True) / tokens
+        log_ratios = mean.expand_as(log_ratios)
+    ratios = torch.exp(log_ratios)
     clipped = ratios.clamp(0.8, 1.2)
     losses = -torch.minimum(ratios * batch.advantages, clipped * batch.advantages)
     [found] = torch.autograd.grad(aggregate(losses, batch), log_probs)
@@ -126,9 +135,9 @@ def test_no_loss_has_a_gradient_from_a_token_that_is_not_trained(
     log_probs = sampled_at + (noise - 0.5) / 10
     trained = trained_of(plains, sampled_at.shape)
     shock = torch.where(trained, 0.0, 8 * noise - 4)
-    for aggregate in AGGREGATIONS:
-        before = gradient(aggregate, log_probs, sampled_at, given)
-        after = gradient(aggregate, log_probs + shock, sampled_at - shock, given)
+    for aggregate, level in product(AGGREGATIONS, ("token", "sequence")):
+        before = gradient(aggregate, log_probs, sampled_at, given, level=level)
+        after = gradient(aggregate, log_probs + shock, sampled_at - shock, given, level=level)
         assert torch.equal(before, after), aggregate.__name__
         assert torch.equal(before != 0, trained), aggregate.__name__
 

@@ -121,6 +121,9 @@ def test_arguments_that_make_no_batch_are_refused() -> None:
         padded([good(0)], pad_id=pad_token_id)
     with pytest.raises(ConfigError, match="multiple_of must be >= 1, got 0"):
         padded([good(0)], pad_id=0, multiple_of=0)
+    taken = good(0, plan=Play(declared=(Column("response_mask"),)))
+    with pytest.raises(ConfigError, match="a batch has response_mask already"):
+        padded([taken], pad_id=0, columns=["response_mask"])
 
 
 def test_a_forks_context_that_the_prompt_does_not_hold_stands_in_its_response() -> None:

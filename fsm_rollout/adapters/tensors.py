@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.adapters.handover import require, trained
-from fsm_rollout.adapters.layout import Packed, Padded
+from fsm_rollout.adapters.layout import Layout, Packed, Padded
 from fsm_rollout.adapters.optional_columns import optional_columns, placed_turn_rewards
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.sample import Sample
@@ -84,7 +84,7 @@ def padded(
     | rollout_top_p_token_offsets | int64 [B, R + 1] | with the ids: where each token's start |
 
     Raises HandOverError that names each sample that must not be trained on or does not fit, and
-    ConfigError for a `pad_id` that is none.
+    ConfigError for arguments that make no batch.
     """
     if not isinstance(pad_id, int):
         raise ConfigError(f"pad_id is {pad_id!r}: give any token id, padding is never looked at")
@@ -114,8 +114,7 @@ def padded(
     if rewards:
         scores = [_scores(sample, turn_rewards=turn_rewards) for sample in rows]
         batch["rm_scores"] = layout.column("R", scores, np.float32)
-    batch |= optional_columns(layout, columns)
-    return {name: tensor(values) for name, values in batch.items()}
+    return _with_columns(batch, layout, columns)
 
 
 def packed(
@@ -154,8 +153,16 @@ def packed(
         batch["rollout_log_probs"] = layout.column("R", given, np.float32)
     if rewards:
         batch["rewards"] = np.array([sample.reward for sample in rows], np.float32)
-    batch |= optional_columns(layout, columns)
-    return {name: tensor(values) for name, values in batch.items()}
+    return _with_columns(batch, layout, columns)
+
+
+def _with_columns(
+    batch: dict[str, npt.NDArray[Any]], layout: Layout, columns: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    more = optional_columns(layout, columns)
+    if taken := batch.keys() & more.keys():
+        raise ConfigError(f"a batch has {', '.join(sorted(taken))} already: rename the column")
+    return {name: tensor(values) for name, values in (batch | more).items()}
 
 
 def _scores(sample: Sample, *, turn_rewards: bool) -> npt.NDArray[np.float32] | None:
