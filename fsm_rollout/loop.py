@@ -7,15 +7,15 @@ I/O happens between `machine.fire` calls; progress and metrics listen to the tra
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from fsm_rollout.errors import IllegalEvent
 from fsm_rollout.hops import Hops
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
-from fsm_rollout.rewards import RewardError, RewardFunction, score
+from fsm_rollout.rewards import RewardError, RewardFunction, RewardPart, Rewards
 from fsm_rollout.states.guards import attempts_left, retryable
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.session import ToolSession
@@ -33,22 +33,29 @@ class Loop(Hops):
     Shared by all requests of a run; it holds no state of any of them.
     """
 
-    reward: RewardFunction | None = None
+    reward: RewardFunction | RewardPart | Rewards | None = None
     agent: Player | None = None
     """plays a request in place of the turns below; see `fsm_rollout.agent`"""
+    rewards: Rewards = field(init=False)
+
+    def __post_init__(self) -> None:
+        Hops.__post_init__(self)
+        self.rewards = Rewards.of(self.reward, self.tools)
 
     async def run(self, request: Request) -> Request:
         """Play `request` to its end, with retries from scratch, and seal it.
 
         Never raises for what an engine, a tool or a reward does; a cancel from outside aborts the
         request, releases its tools and is passed on. Raises IllegalEvent when it is sealed already.
+        A usable request whose group has rewards of its own is left to `Rollout.generate` to seal.
         """
         if request.is_sealed:
             raise IllegalEvent(f"request {request.index} is sealed: its outcome was recorded")
         try:
             await self.play_and_retry(request)
         finally:
-            if request.is_done:
+            waits_for_group = self.rewards.by_group and request.status is not Status.ABORTED
+            if request.is_done and not waits_for_group:
                 request.seal()
         return request
 
@@ -123,13 +130,12 @@ class Loop(Hops):
             self.machine.settle(Event.GENERATE, request)
 
     async def _finish(self, request: Request) -> None:
-        seq, timeout_s = request.seq, request.limits.tool_timeout_s
+        seq = request.seq
         try:
             await self._decode(request)
             if request.seq != seq or request.status is Status.ABORTED:
                 return
-            rewards = await self._tool_rewards(request.session)
-            reward, parts = await score(request, rewards, self.reward, timeout_s=timeout_s)
+            earned = await self.rewards.score(request)
         except RewardError as error:
             if request.seq == seq:
                 self.abort(request, StopReason.REWARD_ERROR, str(error))
@@ -138,15 +144,7 @@ class Loop(Hops):
             raise
         else:
             if request.seq == seq:  # else it is late: aborted, or retried, meanwhile
-                request.reward, request.reward_parts = reward, parts
-
-    async def _tool_rewards(self, session: object) -> Mapping[str, float]:
-        if not isinstance(session, ToolSession):
-            return {}
-        rewards = await session.calc_rewards()
-        if failed := session.reward_errors:
-            raise RewardError("; ".join(f"tool {name!r}: {why}" for name, why in failed.items()))
-        return rewards
+                earned.record(request)
 
     # -- parts -------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from fsm_rollout.columns import Prompt
 from fsm_rollout.dataset import PromptRow, checked_rows
 from fsm_rollout.engines.base import Engine, SamplingParams
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.limits import Limits
+from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop
 from fsm_rollout.request import Group, Request
-from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.rewards import RewardError, RewardFunction, RewardPart, Rewards
 from fsm_rollout.states.guards import Guard
 from fsm_rollout.states.machine import Listener, Machine
 from fsm_rollout.states.table import Event
@@ -55,7 +55,7 @@ class Rollout:
         chat_template: str | None = None,
         limits: Limits | None = None,
         params: SamplingParams | None = None,
-        reward: RewardFunction | None = None,
+        reward: RewardFunction | RewardPart | Rewards | None = None,
         agent: Agent | None = None,
         log_probs: bool = True,
         max_concurrent: int = 256,
@@ -127,26 +127,57 @@ class Rollout:
             for request in group.requests:
                 request.prompt_ids = prompt
             await asyncio.sleep(0)  # other tasks of the loop get their turn
-        await self._play_all([request for group in groups for request in group.requests])
+        await self._play_all(groups)
         return groups
 
-    async def _play_all(self, requests: Sequence[Request]) -> None:
+    async def _play_all(self, groups: Sequence[Group]) -> None:
         gate = asyncio.Semaphore(self.max_concurrent)
+        left = {group.index: len(group.requests) for group in groups}
 
-        async def admitted(request: Request) -> None:
+        async def admitted(request: Request, group: Group) -> None:
             try:
-                await self.run(request)
+                await self.loop.run(request)
             finally:
                 gate.release()
+            left[group.index] -= 1
+            if self.loop.rewards.by_group and not left[group.index]:
+                await self._reward_group(group)  # by the last to end: nobody waits for anybody
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for request in requests:
-                    await gate.acquire()
-                    tasks.create_task(admitted(request))
-                    await asyncio.sleep(0)  # all at once would stop the event loop for seconds
+                for group in groups:
+                    for request in group.requests:
+                        await gate.acquire()
+                        tasks.create_task(admitted(request, group))
+                        await asyncio.sleep(0)  # all at once would stop the event loop for seconds
         except BaseExceptionGroup as bugs:  # a bug of ours or of a listener: no request's fault
             raise bugs.exceptions[0] from bugs
+        finally:
+            for request in (r for group in groups for r in group.requests):
+                if request.is_done and not request.is_sealed:
+                    self._abort(request, StopReason.CANCELLED, "the run ended before its group did")
+                    request.seal()
+
+    async def _reward_group(self, group: Group) -> None:
+        """Add what the group's functions say of its usable requests, and seal them."""
+        open_ones = [r for r in group.requests if r.is_done and not r.is_sealed]
+        usable = [(r, r.seq) for r in open_ones if r.status is not Status.ABORTED]
+        scores = await self.loop.rewards.score_group([request for request, _ in usable])
+        for (request, seq), earned in zip(usable, scores, strict=True):
+            if request.seq != seq:  # aborted meanwhile
+                continue
+            if isinstance(earned, RewardError):
+                self._abort(request, StopReason.REWARD_ERROR, str(earned))
+            else:
+                earned.add(request)
+        for request in open_ones:
+            if request.is_done:
+                request.seal()
+
+    def _abort(self, request: Request, reason: StopReason, why: str) -> None:
+        if request.status is not Status.ABORTED:
+            request.error = why
+            self.loop.machine.fire(Event.ABORT, request, reason)
 
     def _group(self, row: PromptRow, num_samples: int) -> Group:
         group_index = next(self._group_indices)
@@ -198,7 +229,15 @@ class Rollout:
         return other
 
     async def run(self, request: Request) -> Request:
-        """Play one request of your own to its end; see `Loop.run`."""
+        """Play one request of your own to its end; see `Loop.run`.
+
+        Raises ConfigError when a part of the reward is a group's: only `generate` knows groups.
+        """
+        if names := self.loop.rewards.by_group:
+            raise ConfigError(
+                f"the reward {names[0]!r} is a group's: play whole groups with `generate`, or give "
+                "this rollout a reward without it"
+            )
         await self.start()
         return await self.loop.run(request)
 

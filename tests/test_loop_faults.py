@@ -348,8 +348,8 @@ def test_a_cancel_during_the_last_release_leaves_the_request_sealed() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [10**400, {"a": 1e308, "b": 1e308}, {"a": None}, {"a": 1.0, "b": float("inf")}, [1.0]],
-    ids=["huge", "sum overflows", "part none", "part inf", "list"],
+    [10**400, {"a": 1e308, "b": 1e308}, {"a": 1.0, "b": float("inf")}, [1.0]],
+    ids=["huge", "sum overflows", "part inf", "list"],
 )
 def test_a_reward_without_a_finite_value_is_an_error_of_that_request(value: Any) -> None:
     request, _ = play(["done"], reward=lambda _: value)
