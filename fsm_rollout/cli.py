@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from fsm_rollout.config import (
+    RewardConfig,
     RunConfig,
     ScriptedConfig,
     SGLangConfig,
@@ -27,7 +28,7 @@ from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line,
 from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Status
 from fsm_rollout.request import Request
-from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.rewards import RewardFunction, RewardPart, Rewards
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.machine import Listener, Transition
 from fsm_rollout.testing.command import fake_engine
@@ -114,7 +115,7 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
 
     tools = Toolset(settings.tools)
     checked_rows(rows, tools)  # before a model is loaded
-    reward = None if settings.reward is None else _imported(settings.reward)
+    reward = _reward(settings)
     engine, tokenizer = _engine(settings)
     try:
         with Progress(len(rows) * settings.num_samples, console=console) as progress:
@@ -198,6 +199,20 @@ def _loading(field: str, name: str) -> Iterator[None]:
             f"{field}: {name!r} cannot be loaded, {type(error).__name__}: {why}; "
             "give a directory that transformers can load"
         ) from error
+
+
+def _reward(settings: RunConfig) -> RewardFunction | Rewards | None:
+    given = settings.reward
+    if given is None or isinstance(given, str):
+        return None if given is None else _imported(given)
+    parts: dict[str, Any] = {}
+    for name, part in given.items():
+        if isinstance(part, RewardConfig):
+            options = msgspec.structs.asdict(part)
+            parts[name] = RewardPart(_imported(options.pop("function")), **options)
+        else:
+            parts[name] = _imported(part) if isinstance(part, str) else part
+    return Rewards(parts)
 
 
 def _imported(dotted: str) -> RewardFunction:

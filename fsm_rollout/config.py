@@ -67,6 +67,24 @@ class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """tokens come as they are sampled"""
 
 
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One function of the reward; the options are those of `rewards.RewardPart`."""
+
+    function: str
+    """`module:function` of your own"""
+    weight: float = 1.0
+    timeout_s: float | None = None
+    """seconds of one call; None: limits.tool_timeout_s"""
+    batch: int | None = None
+    """the most requests of one call, as a list; None: one request"""
+    batch_wait_s: float = 0.05
+    """how long a batch that is not full waits for more"""
+    group: bool = False
+    """called once per row, with all its usable requests"""
+    processes: int | None = None
+    """run in so many processes of its own, which are killed when they are out of time"""
+
+
 EngineConfig: TypeAlias = TransformersConfig | SGLangConfig | VLLMConfig | ScriptedConfig
 
 
@@ -85,8 +103,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tools: list[str] = []
     """registered names, or `module:Name` of your own"""
     parser: str = "hermes"
-    reward: str | None = None
-    """`module:function` of your own; default: the sum of what the tools say"""
+    reward: str | dict[str, float | str | RewardConfig] | None = None
+    """`module:function` of your own, or parts by name: a function each, or a weight for what a tool
+    or the turns say; default: the sum of what the tools say"""
     limits: Limits = Limits()
     sampling: SamplingParams = SamplingParams()
     num_samples: int = 1
@@ -174,7 +193,13 @@ def _check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: s
             near = difflib.get_close_matches(str(key), allowed, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(allowed))}"
             raise ConfigError(f"unknown key {path + str(key)!r}; {hint}")
-        if isinstance(value, Mapping) and (inner := _struct_of(struct, key, value)):
+        if not isinstance(value, Mapping):
+            continue
+        if struct is RunConfig and key == "reward":  # its keys are names
+            for name, part in value.items():
+                if isinstance(part, Mapping):
+                    _check_keys(part, RewardConfig, f"reward.{name}.")
+        elif inner := _struct_of(struct, key, value):
             _check_keys(value, inner, f"{path}{key}.")
 
 

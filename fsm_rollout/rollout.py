@@ -156,7 +156,7 @@ class Rollout:
             for request in (r for group in groups for r in group.requests):
                 if request.is_done and not request.is_sealed:
                     self._abort(request, StopReason.CANCELLED, "the run ended before its group did")
-                    request.seal()
+                    _seal(request)
 
     async def _reward_group(self, group: Group) -> None:
         """Add what the group's functions say of its usable requests, and seal them."""
@@ -172,7 +172,7 @@ class Rollout:
                 earned.add(request)
         for request in open_ones:
             if request.is_done:
-                request.seal()
+                _seal(request)
 
     def _abort(self, request: Request, reason: StopReason, why: str) -> None:
         if request.status is not Status.ABORTED:
@@ -262,6 +262,12 @@ class Rollout:
                 self._is_started = True
         finally:
             self._starting = None  # it belongs to this event loop; the next try may be in another
+
+
+def _seal(request: Request) -> None:
+    if request.status is Status.ABORTED:  # what it earned without its group is not its reward
+        request.reward, request.reward_parts = None, {}
+    request.seal()
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, tuned: bool = False) -> T:

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 
 import copy
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ def leave_an_object(request):
     if request.index == 1:
         request.sample.extra["seen"] = object()
     return 1.0
+""",
+    "verifier": """
+def exact(request):
+    return float(request.label in request.sample.response)
+
+def longest(requests):
+    lengths = [len(request.sample.response) for request in requests]
+    return [float(length == max(lengths)) for length in lengths]
 """,
     "broken": "def (:\n",
     "raising": "1 / 0\n",
@@ -141,6 +150,22 @@ def test_verify_fails_on_no_samples_and_on_no_tokens(
     assert (code, "no such file" in out) == (2, True)
 
 
+def test_a_reward_may_be_made_of_parts_some_of_them_in_processes(folder: Path) -> None:
+    parts = {
+        "turns": 1.0,
+        "exact": {"function": "verifier:exact", "weight": 0.5, "processes": 1},
+        "longest": {"function": "verifier:longest", "group": True},
+    }
+    given = config(folder, reward=parts)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsm_rollout", "run", given], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [row["reward_parts"] for row in rows] == [{"exact": 1.0, "longest": 1.0}] * 6
+    assert [row["reward"] for row in rows] == [1.5] * 6
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -156,6 +181,16 @@ def test_verify_fails_on_no_samples_and_on_no_tokens(
         ({"tools": ["my_rewards:Nothing"]}, "my_rewards:Nothing"),
         ({"reward": "my_rewards.exact"}, "module:name"),
         ({"reward": "my_rewards:exakt"}, "exakt"),
+        (
+            {"reward": {"a": {"function": "x:y", "wait": 1}}},
+            "'reward.a.wait'; did you mean 'weight'",
+        ),
+        ({"reward": {"a": {"weight": 1}}}, "function"),
+        ({"reward": {"a": [1]}}, "reward"),
+        ({"reward": {"a": 1.0}}, "give a function"),
+        ({"reward": {"tool/calc": 1.0}}, "did you mean 'calculator'"),
+        ({"reward": {"a": "my_rewards:exakt"}}, "exakt"),
+        ({"reward": {"a": {"function": "my_rewards:exact", "batch": 0}}}, "batch must be >= 1"),
         ({"parser": "herms"}, "did you mean"),
         ({"rows": "nowhere.jsonl"}, "no such file"),
         ({"rows": "a\0b"}, "null byte"),

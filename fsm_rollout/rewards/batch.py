@@ -93,7 +93,7 @@ class Batcher:
         if not batch:
             return
         requests = [request for request, _ in batch]
-        call = asyncio.create_task(self._call(requests))  # noqa: RUF006
+        call = asyncio.create_task(self._call(requests))
 
         def look(_: object) -> None:
             if all(future.done() for _, future in batch):  # cancelled, all of them

@@ -84,13 +84,12 @@ class Rewards:
             rewards = cls({"reward": given})
             rewards._is_bare = True
             return rewards
-        known = [f"{TOOL}{name}" for name in tools]
         for name in given.weights:
-            if name.startswith(TOOL) and name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"tools: {', '.join(known) or 'none'}"
-                )
+            tool = name.removeprefix(TOOL)
+            if tool != name and tool not in tools:
+                near = difflib.get_close_matches(tool, tools, 1)
+                known = ", ".join(tools) or "none"
+                hint = f"did you mean {near[0]!r}?" if near else f"it has {known}"
                 raise ConfigError(f"reward {name!r}: the rollout has no such tool; {hint}")
         return given
 

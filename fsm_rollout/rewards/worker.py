@@ -151,6 +151,7 @@ def detached(request: Request) -> Request:
     twin = copy(request)
     twin.session = None
     twin.prompt_ids = None
+    twin.children = [detached(child) for child in request.children]
     twin.samples = [copy(sample) for sample in request.samples]
     for sample in twin.samples:
         sample.request = twin
