@@ -115,7 +115,7 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
 
     tools = Toolset(settings.tools)
     checked_rows(rows, tools)  # before a model is loaded
-    reward = _reward(settings)
+    reward = Rewards.of(_reward(settings), tools)
     engine, tokenizer = _engine(settings)
     try:
         with Progress(len(rows) * settings.num_samples, console=console) as progress:

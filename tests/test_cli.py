@@ -150,17 +150,28 @@ def test_verify_fails_on_no_samples_and_on_no_tokens(
     assert (code, "no such file" in out) == (2, True)
 
 
-def test_a_reward_may_be_made_of_parts_some_of_them_in_processes(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "where", [{}, pytest.param({"processes": 1}, marks=pytest.mark.slow)], ids=["here", "process"]
+)
+def test_a_reward_may_be_made_of_parts(
+    where: dict[str, int],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parts = {
         "turns": 1.0,
-        "exact": {"function": "verifier:exact", "weight": 0.5, "processes": 1},
+        "exact": {"function": "verifier:exact", "weight": 0.5, **where},
         "longest": {"function": "verifier:longest", "group": True},
     }
     given = config(folder, reward=parts)
-    done = subprocess.run(
-        [sys.executable, "-m", "fsm_rollout", "run", given], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    if where:  # a process looks for the module where its parent was started
+        arguments = [sys.executable, "-m", "fsm_rollout", "run", given]
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    else:
+        code, out = command(monkeypatch, capsys, "run", given)
+        assert code == 0, out
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [row["reward_parts"] for row in rows] == [{"exact": 1.0, "longest": 1.0}] * 6
     assert [row["reward"] for row in rows] == [1.5] * 6
@@ -181,14 +192,11 @@ def test_a_reward_may_be_made_of_parts_some_of_them_in_processes(folder: Path) -
         ({"tools": ["my_rewards:Nothing"]}, "my_rewards:Nothing"),
         ({"reward": "my_rewards.exact"}, "module:name"),
         ({"reward": "my_rewards:exakt"}, "exakt"),
-        (
-            {"reward": {"a": {"function": "x:y", "wait": 1}}},
-            "'reward.a.wait'; did you mean 'weight'",
-        ),
+        ({"reward": {"a": {"wait": 1}}}, "'reward.a.wait'; did you mean 'weight'"),
         ({"reward": {"a": {"weight": 1}}}, "function"),
         ({"reward": {"a": [1]}}, "reward"),
         ({"reward": {"a": 1.0}}, "give a function"),
-        ({"reward": {"tool/calc": 1.0}}, "did you mean 'calculator'"),
+        ({"reward": {"tool/calculater": 1.0}}, "did you mean 'calculator'"),
         ({"reward": {"a": "my_rewards:exakt"}}, "exakt"),
         ({"reward": {"a": {"function": "my_rewards:exact", "batch": 0}}}, "batch must be >= 1"),
         ({"parser": "herms"}, "did you mean"),

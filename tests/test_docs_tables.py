@@ -77,6 +77,7 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
     ("reference/config.md", "sglang key"): fields_of(config.SGLangConfig),
     ("reference/config.md", "vllm key"): fields_of(config.VLLMConfig),
     ("reference/config.md", "scripted key"): fields_of(config.ScriptedConfig),
+    ("reference/config.md", "reward key"): fields_of(config.RewardConfig),
     ("reference/config.md", "sampling key"): fields_of(SamplingParams),
     ("how-to/use-inference-servers.md", "setting"): fields_of(HttpSettings),
     ("reference/api.md", "name"): [[name] for name in sorted(fsm_rollout.__all__, key=str.lower)],
