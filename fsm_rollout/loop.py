@@ -110,6 +110,7 @@ class Loop(Hops):
                 await session.close()
             finally:
                 request.metrics |= {name: n for name, n in session.metrics.items() if n}
+                request.metrics |= {f"tool/{name}": n for name, n in session.by_tool.items()}
 
     # -- one status --------------------------------------------------------------------------------
 

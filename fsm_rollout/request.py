@@ -69,8 +69,8 @@ class Request:
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    """what its tools counted: tool_errors, tool_timeouts …, and metrics of their own; what its
-    engine counted: engine/prompt_tokens, engine/cached_tokens …"""
+    """what its tools counted: tool_errors, tool_timeouts …, and metrics of their own; how the calls
+    of each ended: tool/<name>/ok …; what its engine counted: engine/prompt_tokens …"""
     session: Session | None = None
     is_sealed: bool = False
     _status: Status = Status.PENDING

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from types import TracebackType
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
@@ -19,12 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fsm_rollout.limits import TERMINAL, Status
+from fsm_rollout.metrics import metrics_of
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.machine import Transition
 
-_ENGINE = "engine/"
-"""begins the names of what the engine counted, in Request.metrics"""
 _SHORT = {
     Status.PENDING: "pending",
     Status.GENERATING: "generating",
@@ -75,99 +72,58 @@ class Progress:
         self._bar.update(self._task, completed=done, statuses=shown)
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a finished run."""
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of a finished run, and the table of them that people read."""
 
-    requests: int
-    statuses: dict[str, int]
-    stop_reasons: dict[str, int]
-    attempts: int
-    turns: float
-    """mean per request"""
-    tool_calls: float
-    """mean per request"""
-    invalid_calls: int
-    reward: float | None
-    """mean over the requests that have one"""
-    rewarded: int
-    tool_metrics: dict[str, float]
-    """summed over the requests: tool_errors, tool_timeouts …"""
-    engine_metrics: dict[str, float]
-    """summed over the requests: prompt_tokens, cached_tokens …"""
-    kept_per_trained_token: float | None
-    """mean number of ids that top-p kept, where the engine reports it"""
-    sampled_tokens: int
-    seconds: float
-    tokens_per_s: float
+    metrics: dict[str, float]
+    """of `metrics.metrics_of`"""
+
+    @property
+    def reward(self) -> float | None:
+        """The mean over the requests that have one."""
+        return self.metrics.get("rollout/reward/mean")
 
     def table(self, title: str = "") -> Table:
         """The figures, a row each."""
         table = Table("", "", title=title, show_header=False, title_justify="left")
-        kept = self.kept_per_trained_token
-        reward = "none" if self.reward is None else f"{self.reward:.3f} (of {self.rewarded})"
+        of = Counter(self.metrics)  # 0 for what there is not
+        kept, reward = self.metrics.get("rollout/top_p_kept"), self.reward
+        engine = _counts(self._under("engine/"))
+        invalid = f"{of['rollout/invalid_calls']:.0f} invalid in all"
         for name, value in (
-            ("requests", f"{self.requests} in {self.attempts} attempts"),
-            ("status", _counts(self.statuses)),
-            ("stop reason", _counts(self.stop_reasons)),
-            ("turns per request", f"{self.turns:.2f}"),
-            (
-                "tool calls per request",
-                f"{self.tool_calls:.2f}, {self.invalid_calls} invalid in all",
-            ),
-            ("tools", _counts(self.tool_metrics) or "nothing to report"),
-            *([("engine", _counts(self.engine_metrics))] if self.engine_metrics else ()),
+            ("requests", f"{of['rollout/requests']:.0f} in {of['rollout/attempts']:.0f} attempts"),
+            ("status", _counts(self._under("rollout/status/"))),
+            ("stop reason", _counts(self._under("rollout/stop_reason/"))),
+            ("turns per request", f"{of['rollout/turns/mean']:.2f}"),
+            ("tool calls per request", f"{of['rollout/tool_calls/mean']:.2f}, {invalid}"),
+            ("tools", _counts(self._under("tools/")) or "nothing to report"),
+            *([("engine", engine)] if engine else ()),
             *([("ids kept by top-p", f"{kept:.1f} per trained token")] if kept else ()),
-            ("mean reward", reward),
-            ("sampled tokens", f"{self.sampled_tokens}, {self.tokens_per_s:.0f} per second"),
-            ("seconds", f"{self.seconds:.1f}"),
+            (
+                "mean reward",
+                "none" if reward is None else f"{reward:.3f} (of {of['rollout/reward/count']:.0f})",
+            ),
+            (
+                "sampled tokens",
+                f"{of['rollout/tokens/sampled']:.0f}, {of['perf/tokens_per_s']:.0f} per second",
+            ),
+            ("seconds", f"{of['perf/seconds']:.1f}"),
         ):
             table.add_row(name, value)
         return table
 
+    def _under(self, start: str) -> dict[str, float]:
+        """The counts whose names begin with `start`, without it; no rates."""
+        return {
+            name.removeprefix(start): n
+            for name, n in self.metrics.items()
+            if n and name.startswith(start) and not name.endswith("_rate")
+        }
+
 
 def summarise(requests: Iterable[Request], seconds: float) -> Summary:
-    """Count `requests` by status, stop reason, turns, tool calls, reward and tokens per second."""
-    done = list(requests)
-    samples = [s for request in done for s in (request.rows or request.samples)]
-    rewards = [request.reward for request in done if request.reward is not None]
-    metrics: Counter[str] = Counter()
-    for request in done:
-        metrics.update(request.metrics)
-    sampled = sum(sample.columns.num_sampled for sample in samples)
-    return Summary(
-        requests=len(done),
-        statuses=dict(Counter(str(request.status) for request in done)),
-        stop_reasons=dict(Counter(str(request.stop_reason) for request in done)),
-        attempts=sum(request.attempt for request in done),
-        turns=fmean(request.num_turns for request in done) if done else 0.0,
-        tool_calls=fmean(request.num_tool_calls for request in done) if done else 0.0,
-        invalid_calls=sum(request.num_invalid_calls for request in done),
-        reward=fmean(rewards) if rewards else None,
-        rewarded=len(rewards),
-        tool_metrics={name: n for name, n in metrics.items() if not name.startswith(_ENGINE)},
-        engine_metrics={
-            name.removeprefix(_ENGINE): n for name, n in metrics.items() if name.startswith(_ENGINE)
-        },
-        kept_per_trained_token=kept_per_trained_token(samples),
-        sampled_tokens=sampled,
-        seconds=seconds,
-        tokens_per_s=sampled / seconds if seconds else 0.0,
-    )
-
-
-def kept_per_trained_token(samples: Iterable[Sample]) -> float | None:
-    """The mean number of ids that top-p kept, over trained tokens; None: there is none to average.
-
-    Samples that were taken out of training or did not report it are left out.
-    """
-    kept = trained = 0
-    for sample in samples:
-        offsets = sample.rollout_top_p_token_offsets
-        if offsets is not None and not sample.remove_sample:
-            mask = sample.loss_mask.astype(bool)
-            kept += int(np.diff(offsets)[mask].sum())
-            trained += int(mask.sum())
-    return kept / trained if trained else None
+    """Status, stop reason, turns, tool calls, reward and tokens per second of a finished run."""
+    return Summary(metrics_of(requests, seconds=seconds))
 
 
 def token_strip(
@@ -203,4 +159,4 @@ def _shown(text: str) -> str:
 
 def _counts(counts: Mapping[str, float]) -> str:
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{count:g} {name}" for name, count in ordered)
+    return ", ".join(f"{count:.10g} {name}" for name, count in ordered)

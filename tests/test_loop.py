@@ -225,7 +225,8 @@ def test_step_rewards_stay_on_their_turn_and_are_not_added_to_the_reward() -> No
     request, _ = play([call, call, "done"], tools=[Steps])
     rewards = [turn.reward for turn in request.sample.turns if turn.calls]
     assert rewards == [0.1, 0.2]
-    assert request.metrics == {"hits": 4}
+    assert request.metrics["hits"] == 4
+    assert request.metrics["tool/steps/ok"] == 2
     assert request.reward == 1.0
 
 

@@ -23,6 +23,7 @@ from fsm_rollout import replay_columns
 from fsm_rollout.columns import Columns
 from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.invariants import violations
+from fsm_rollout.metrics import kept_per_trained_token
 from fsm_rollout.replay import (
     RoutedExperts,
     TopP,
@@ -35,7 +36,6 @@ from fsm_rollout.replay import (
 )
 from fsm_rollout.sample import Sample
 from fsm_rollout.testing.snapshot import sample_snapshot
-from fsm_rollout.trace import kept_per_trained_token
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,6 +65,8 @@ class ToolSession:
         self.reward_errors: dict[str, str] = {}
         """tools whose `calc_reward` failed, and why; the loop aborts with reward_error"""
         self.metrics: Counter[str] = Counter()
+        self.by_tool: dict[str, float] = defaultdict(float)
+        """`<tool>/<outcome>`: how its calls ended; `<tool>/seconds`: what its `execute` took"""
         self._toolset = toolset
         self._limits = limits
         self._label = label
@@ -257,6 +259,9 @@ class ToolSession:
         """Count the outcome and cut the response: characters first, tokens are for the codec."""
         if outcome in COUNTERS:
             self.metrics[COUNTERS[outcome]] += 1
+        if call.name in self._instances:  # others are names that the model made up
+            self.by_tool[f"{call.name}/{outcome}"] += 1
+            self.by_tool[f"{call.name}/seconds"] += seconds
         if isinstance(response, str):
             response = ToolResponse(response)
         tokens = self.token_cap(call.name)
