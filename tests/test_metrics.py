@@ -154,7 +154,7 @@ def test_what_there_is_nothing_to_say_about_has_no_entry() -> None:
 
 
 def test_aborted_tokens_are_counted_as_such() -> None:
-    replies = [CALL, DOWN]
+    replies: list[Any] = [CALL, DOWN]
     engine = ScriptedEngine(replies, tokenizer=TOKENIZER)
     groups = asyncio.run(Rollout(engine, TOKENIZER, tools=[Echo]).generate(["a"]))
     metrics = metrics_of(groups)
