@@ -152,6 +152,27 @@ def test_batches_and_groups_run_in_a_process_too(how: dict[str, Any]) -> None:
     assert outcomes(requests) == [0.0] * 3
 
 
+def test_forks_and_children_are_sent_too() -> None:
+    request = Request()
+    request.set_prompt([1, 2, 3])
+    said = {"finish_reason": "stop"}
+    request._status = Status.GENERATING
+    request.append_response_tokens([4, 5], [-0.5, -0.5], meta_info=said)
+    request.fork([1, 2, 3, 9])
+    request.append_response_tokens([6], [-0.5], meta_info=said)
+    child = request.spawn("b")
+    child.set_prompt([7])
+    child._status = Status.GENERATING
+    child.append_response_tokens([8], [-0.5], meta_info=said)
+    for one in (request, child):
+        one.session = asyncio.Lock()  # type: ignore[assignment]  # what cannot be sent
+        one._status, one.stop_reason = Status.COMPLETED, StopReason.STOP
+    part = RewardPart(verifiers.tokens_of_rows, processes=1)
+    assert asyncio.run(part.score(request)) == 5 + 5 + 2
+    assert request.session is not None
+    assert all(sample.request is request for sample in request.samples)
+
+
 def test_a_function_that_another_process_cannot_find_is_refused_at_once() -> None:
     for function in (lambda request: 1.0, Echo().calc_reward):
         with pytest.raises(ConfigError, match="top level of a module"):

@@ -125,7 +125,7 @@ class RewardPart:
         elif self._is_async:
             outcome = await self._fly(given, timeout_s)
         else:
-            async with gate("threads", MAX_THREADS):
+            async with gate("reward threads", MAX_THREADS):  # tools have theirs
                 outcome = await self._fly(given, timeout_s)
         if outcome is None:
             raise RewardError(f"{self._label} gave no value within {timeout_s:g} s")
