@@ -407,6 +407,45 @@ def test_a_request_that_is_aborted_while_its_group_is_scored_stays_aborted() -> 
     assert played.requests[0].reward is None
 
 
+def test_a_request_that_is_retried_while_its_group_is_scored_gets_nothing() -> None:
+    rollout: Rollout
+
+    async def group(requests: list[Request]) -> list[float]:
+        rollout.loop.machine.fire(Event.ABORT, requests[0], StopReason.STALE)
+        rollout.loop.machine.fire(Event.RETRY, requests[0])
+        return [1.0] * len(requests)
+
+    limits = Limits(max_attempts=2)
+    rollout = rollout_with(RewardPart(group, group=True), limits=limits)
+    [played] = asyncio.run(rollout.generate(["a"], num_samples=2))
+    first, second = played.requests
+    assert (first.status, first.reward, first.is_sealed) == (Status.PENDING, None, False)
+    assert (second.status, second.reward, second.is_sealed) == (Status.COMPLETED, 1.0, True)
+
+
+def test_a_request_that_is_aborted_before_its_group_ends_is_not_compared() -> None:
+    seen: list[int] = []
+    others: list[Request] = []
+    rollout: Rollout
+
+    def own(request: Request) -> float:
+        if others:  # the second one aborts the first, which has ended
+            rollout.loop.machine.fire(Event.ABORT, others[0], StopReason.STALE)
+        others.append(request)
+        return 1.0
+
+    def group(requests: list[Request]) -> list[float]:
+        seen.extend(request.index for request in requests)
+        return [1.0] * len(requests)
+
+    rewards = Rewards({"own": own, "group": RewardPart(group, group=True)})
+    rollout = rollout_with(rewards, max_concurrent=1)
+    [played] = asyncio.run(rollout.generate(["a"], num_samples=2))
+    assert seen == [1]
+    assert outcomes([played]) == [StopReason.STALE, 2.0]
+    assert (played.requests[0].reward, played.requests[0].reward_parts) == (None, {})
+
+
 Fate = str
 FATES = ("good", "engine", "reward", "hang", "retried")
 
