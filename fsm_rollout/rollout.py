@@ -155,7 +155,9 @@ class Rollout:
         finally:
             for request in (r for group in groups for r in group.requests):
                 if request.is_done and not request.is_sealed:
-                    self._abort(request, StopReason.CANCELLED, "the run ended before its group did")
+                    self.loop.abort(
+                        request, StopReason.CANCELLED, "the run ended before its group did"
+                    )
                     _seal(request)
 
     async def _reward_group(self, group: Group) -> None:
@@ -167,17 +169,12 @@ class Rollout:
             if request.seq != seq:  # aborted meanwhile
                 continue
             if isinstance(earned, RewardError):
-                self._abort(request, StopReason.REWARD_ERROR, str(earned))
+                self.loop.abort(request, StopReason.REWARD_ERROR, str(earned))
             else:
                 earned.add(request)
         for request in open_ones:
             if request.is_done:
                 _seal(request)
-
-    def _abort(self, request: Request, reason: StopReason, why: str) -> None:
-        if request.status is not Status.ABORTED:
-            request.error = why
-            self.loop.machine.fire(Event.ABORT, request, reason)
 
     def _group(self, row: PromptRow, num_samples: int) -> Group:
         group_index = next(self._group_indices)
