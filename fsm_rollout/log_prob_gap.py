@@ -6,7 +6,7 @@ one of a single turn is a template or a temperature, one of old versions is stal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,43 +37,55 @@ def log_prob_gap(
         raise HandOverError(
             f"{len(trainer_log_probs)} rows of log-probs for {len(samples)} samples; give one each"
         )
-    gaps: list[npt.NDArray[np.float64]] = []
-    slices: dict[str, list[npt.NDArray[np.float64]]] = {}
+    versions: dict[str, int] = {}
+    parts: list[Sequence[npt.NDArray[Any]]] = []
     for sample, given in zip(samples, trainer_log_probs, strict=True):
-        theirs, ours = _row(sample, given), sample.rollout_log_probs
-        if ours is None:
-            raise HandOverError(f"sample {sample.sample_id} has no log-probs to compare with")
-        at = np.flatnonzero(sample.loss_mask)
-        if sample.remove_sample or not len(at):
-            continue
-        gap = theirs[at] - ours[at].astype(np.float64)
-        if not np.isfinite(gap).all():
-            where = at[np.flatnonzero(~np.isfinite(gap))[0]]
-            raise HandOverError(
-                f"sample {sample.sample_id}: the trainer's log-prob of response token {where} is "
-                f"{theirs[where]}"
-            )
-        gaps.append(gap)
-        for name, labels in _labels(sample).items():
-            for label in set(labels[at].tolist()):
-                slices.setdefault(f"{name}/{label}", []).append(gap[labels[at] == label])
-    if not gaps:
+        gap, at = _gap(sample, given)
+        if len(gap):
+            parts.append((gap, *(label[at] for label in _labels(sample, versions))))
+    if not parts:
         return {}
-    gap = np.concatenate(gaps)
-    ratio = np.exp(gap)
+    gap, version, turn, position = map(np.concatenate, zip(*parts, strict=True))
+    size, ratio = np.abs(gap), np.exp(gap)
     metrics: dict[str, float] = {
         "log_prob_gap/tokens": len(gap),
+        "log_prob_gap/mean": float(size.mean()),
+        "log_prob_gap/max": float(size.max()),
         "log_prob_gap/kl_k1": float(-gap.mean()),
         "log_prob_gap/kl_k3": float((ratio - 1 - gap).mean()),
         "log_prob_gap/ratio/mean": float(ratio.mean()),
         "log_prob_gap/ratio/min": float(ratio.min()),
         "log_prob_gap/ratio/max": float(ratio.max()),
     }
-    for name, found in ({"": gaps} | slices).items():
-        size = np.abs(np.concatenate(found))
-        prefix = f"log_prob_gap/{name}/" if name else "log_prob_gap/"
-        metrics |= {f"{prefix}mean": float(size.mean()), f"{prefix}max": float(size.max())}
+    for kind, labels, names in (
+        ("version", version, list(versions)),
+        ("turn", turn, range(_NUM_TURNS + 1)),
+        ("position", position, _POSITIONS),
+    ):
+        counts, sums = np.bincount(labels), np.bincount(labels, weights=size)
+        most = np.zeros(len(counts))
+        np.maximum.at(most, labels, size)
+        for label in np.flatnonzero(counts):
+            name = f"log_prob_gap/{kind}/{names[label]}"
+            metrics[f"{name}/mean"] = float(sums[label] / counts[label])
+            metrics[f"{name}/max"] = float(most[label])
     return metrics
+
+
+def _gap(sample: Sample, given: Any) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.intp]]:
+    """trainer - rollout of the trained tokens, and where in the response they stand."""
+    theirs, ours = _row(sample, given), sample.rollout_log_probs
+    if ours is None:
+        raise HandOverError(f"sample {sample.sample_id} has no log-probs to compare with")
+    at = np.flatnonzero(sample.loss_mask) if not sample.remove_sample else np.zeros(0, np.intp)
+    gap = theirs[at] - ours[at].astype(np.float64)
+    if (wrong := np.flatnonzero(~np.isfinite(gap))).size:
+        where = at[wrong[0]]
+        raise HandOverError(
+            f"sample {sample.sample_id}: the trainer's log-prob of response token {where} is "
+            f"{theirs[where]}"
+        )
+    return gap, at
 
 
 def _row(sample: Sample, given: Any) -> npt.NDArray[np.float64]:
@@ -89,16 +101,18 @@ def _row(sample: Sample, given: Any) -> npt.NDArray[np.float64]:
     return row
 
 
-def _labels(sample: Sample) -> dict[str, npt.NDArray[Any]]:
-    """What each response token belongs to, [R], by kind of slice."""
-    count = sample.response_length
-    versions = np.full(count, "unknown", object)
-    runs = [["unknown" if v is None else str(v)] * n for v, n in sample.weight_versions]
-    versions[sample.sampled.astype(bool)] = [v for run in runs for v in run]
-    turns = np.zeros(count, int)
-    model = [turn for turn in sample.turns if turn.kind == "model"]
-    for number, turn in enumerate(model, 1):
-        turns[turn.start : turn.stop] = min(number, _NUM_TURNS)
-    starts = np.asarray(_POSITIONS)
-    positions = starts[np.searchsorted(starts, np.arange(count), side="right") - 1]
-    return {"version": versions, "turn": turns, "position": positions}
+def _labels(sample: Sample, versions: dict[str, int]) -> Iterator[npt.NDArray[np.intp]]:
+    """What each response token belongs to, [R]: a version of `versions`, a turn, a bucket."""
+    count, runs = sample.response_length, sample.weight_versions
+    codes = [
+        versions.setdefault("unknown" if version is None else str(version), len(versions))
+        for version, _ in runs
+    ]
+    version = np.zeros(count, np.intp)
+    version[sample.sampled.astype(bool)] = np.repeat(codes, [n for _, n in runs])
+    yield version
+    number = np.zeros(count, np.intp)
+    for n, turn in enumerate([turn for turn in sample.turns if turn.kind == "model"], 1):
+        number[turn.start : turn.stop] = min(n, _NUM_TURNS)
+    yield number
+    yield np.searchsorted(_POSITIONS, np.arange(count), side="right") - 1

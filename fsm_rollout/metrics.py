@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from typing import get_args
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.request import Group, Request
 from fsm_rollout.sample import Sample
+from fsm_rollout.tools.result import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -168,13 +170,15 @@ def _tools_and_engine(requests: list[Request]) -> dict[str, float]:
     for name, value in sorted(counts.items()):
         if name.startswith("engine/"):
             metrics[name] = value
-        elif not name.startswith("tool/"):
-            metrics[f"tools/{name}"] = value
-        elif name.endswith("/seconds"):
-            seconds[name.removesuffix("/seconds")] = value
-        else:
+            continue
+        tool, _, what = name.rpartition("/")
+        if tool.startswith("tool/") and what == "seconds":
+            seconds[tool] = value
+        elif tool.startswith("tool/") and what in _OUTCOMES:
             metrics[name] = value
-            calls[name.rpartition("/")[0]] += int(value)
+            calls[tool] += int(value)
+        else:
+            metrics[f"tools/{name}"] = value
     for tool, count in calls.items():
         metrics[f"{tool}/calls"] = count
         ran = sum(metrics.get(f"{tool}/{outcome}", 0) for outcome in _RAN)
@@ -189,6 +193,7 @@ def _tools_and_engine(requests: list[Request]) -> dict[str, float]:
     return metrics
 
 
+_OUTCOMES = frozenset(get_args(Outcome))
 _RAN = ("ok", "tool_error", "error", "timeout")
 _FAILED = ("tool_error", "error", "timeout", "unavailable", "bad_arguments")
 
