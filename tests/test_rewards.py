@@ -211,6 +211,31 @@ def test_step_rewards_may_be_an_array() -> None:
     assert request.reward == 0.75
 
 
+class Odd(dict[str, float]):
+    """A value that cannot be read."""
+
+    def items(self) -> Any:
+        raise RuntimeError("no")
+
+
+class Tensor:
+    """Another one."""
+
+    def tolist(self) -> list[float]:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("how", [{}, {"batch": 2}, {"group": True}], ids=str)
+def test_a_value_that_cannot_be_read_costs_one_request(how: Any) -> None:
+    def score(request: Request) -> Any:
+        return {1: Odd(), 2: {"steps": Tensor()}}.get(request.index, 1.0)
+
+    many = bool(how)
+    part = RewardPart((lambda requests: list(map(score, requests))) if many else score, **how)
+    scored = outcomes(generate(part, ["a"], num_samples=4))
+    assert scored == [1.0, StopReason.REWARD_ERROR, StopReason.REWARD_ERROR, 1.0]
+
+
 @pytest.mark.parametrize("steps", [[], [1.0], [1.0, 2.0, 3.0], [1.0, "x"], [1.0, float("nan")]])
 def test_step_rewards_that_do_not_fit_the_turns_abort_that_request(steps: Any) -> None:
     request, _ = play([CALL, "done"], reward=lambda request: {"steps": steps})

@@ -21,6 +21,7 @@ from fsm_rollout.request import Request
 from fsm_rollout.rewards.batch import Batcher
 from fsm_rollout.rewards.worker import Workers, check_importable
 from fsm_rollout.tools.base import finite
+from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, Outcome, gate
 from fsm_rollout.turn import Turn
 
@@ -133,7 +134,7 @@ class RewardPart:
         if error is not None:
             numbers = ", ".join(str(request.index) for request in requests)
             logger.error("request %s: %s raised", numbers, self._label, exc_info=error)
-            raise RewardError(f"{self._label} raised {error!r}") from error
+            raise RewardError(f"{self._label} raised {describe(error)}") from error
         return value
 
     def _seconds(self, request: Request) -> float:
@@ -176,7 +177,7 @@ def read(score: object, name: str, *, prefix: str, num_turns: int) -> Given:
     score = _plain(score)
     if score is None:
         return Given()
-    if not isinstance(score, Mapping):
+    if not isinstance(score, dict):
         return Given({name: as_finite(name, score)})
     given = Given({})
     for key, value in score.items():
@@ -213,13 +214,18 @@ def model_turns(request: Request) -> list[Turn]:
 
 
 def _plain(value: Any) -> Any:
-    """An array or tensor as the numbers and lists that it holds."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """An array or tensor as the numbers and lists that it holds, a mapping with names as keys."""
+    try:
+        if isinstance(value, Mapping):
+            return {str(key): part for key, part in value.items()}
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception as error:  # of the user's own class
+        raise RewardError(f"a score cannot be read: {describe(error)}") from error
 
 
 def as_finite(name: str, value: object) -> float:
     """A finite number as a float. Raises RewardError that names the part."""
     try:
         return finite(value, what=f"reward {name!r}")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # a number may be of the user's own class
         raise RewardError(f"{error}; return a finite number, named parts, or None") from error
