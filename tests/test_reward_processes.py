@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_forks_and_children_are_sent_too() -> None:
     child._status = Status.GENERATING
     child.append_response_tokens([8], [-0.5], meta_info=said)
     for one in (request, child):
-        one.session = asyncio.Lock()  # type: ignore[assignment]  # what cannot be sent
+        one.session = threading.Lock()  # type: ignore[assignment]  # what cannot be sent
         one._status, one.stop_reason = Status.COMPLETED, StopReason.STOP
     part = RewardPart(verifiers.tokens_of_rows, processes=1)
     assert asyncio.run(part.score(request)) == 5 + 5 + 2
@@ -188,7 +189,8 @@ from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardError, RewardPart
 
 def verify(request):
-    Path(sys.argv[1] if len(sys.argv) > 1 else os.devnull).write_text(str(os.getpid()))
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(float(sys.argv[2]))
     return 1.0
 
 def main():
@@ -201,28 +203,27 @@ def main():
 """
 
 
-def script(folder: Path, start: str) -> subprocess.Popen[str]:
+def script(folder: Path, start: str, *, seconds: float = 0) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(SCRIPT.replace("{start}", start))
-    command = [sys.executable, "-W", "error", str(path), str(folder / "pid")]
+    command = [sys.executable, "-W", "error", str(path), str(folder / "pid"), str(seconds)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 def test_a_process_ends_with_its_parent_whether_that_exits_or_is_killed(tmp_path: Path) -> None:
-    running = script(tmp_path, 'if __name__ == "__main__": main(); time.sleep(60)')
-    assert running.stdout is not None
-    assert running.stdout.readline() == "1.0\n"
-    pid = int((tmp_path / "pid").read_text())
-    assert is_alive(pid)
-    running.send_signal(signal.SIGKILL)
+    note = tmp_path / "pid"
+    running = script(tmp_path, 'if __name__ == "__main__": main()', seconds=60)
+    while not (note.exists() and note.read_text()):
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)  # in the middle of a call
     running.communicate()
-    wait_for_the_end_of(pid)
+    wait_for_the_end_of(int(note.read_text()))
 
     ended = script(tmp_path, 'if __name__ == "__main__": main()')
     assert ended.communicate(timeout=50) == ("1.0\n", "")
     assert ended.returncode == 0
-    wait_for_the_end_of(int((tmp_path / "pid").read_text()))
+    wait_for_the_end_of(int(note.read_text()))
 
 
 def test_a_script_that_cannot_be_imported_a_second_time_is_told_what_to_do(tmp_path: Path) -> None:

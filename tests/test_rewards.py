@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,10 +23,11 @@ from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Group, Request
-from fsm_rollout.rewards import RewardPart, Rewards, Score, model_turns
+from fsm_rollout.rewards import RewardError, RewardPart, Rewards, Score, model_turns
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.base import Tool, ToolResponse
+from tests.clock import FastForward
 from tests.playing import CALL, TOKENIZER, Echo, play
 
 LIMITS = Limits(max_context=4_096, tool_timeout_s=0.3, max_attempts=1)
@@ -295,8 +296,8 @@ def test_a_request_that_breaks_its_batch_costs_no_other_its_reward(fault: str) -
         return scores[: len(scores) - (bad and fault == "short")]
 
     part = RewardPart(judge, batch=8, timeout_s=0.2)
-    groups = generate(part, ["good", "good", "good", fault])
-    assert outcomes(groups) == [1.0] * 3 + [StopReason.REWARD_ERROR]
+    groups = generate(part, ["good", fault, "good", "good"])
+    assert outcomes(groups) == [1.0, StopReason.REWARD_ERROR, 1.0, 1.0]
 
 
 def test_a_batch_function_that_always_hangs_ends_after_two_deadlines() -> None:
@@ -351,6 +352,57 @@ def test_one_cancelled_request_leaves_the_batch_of_the_others_alone() -> None:
     asyncio.run(drive())
     assert [request.stop_reason for request in requests] == [StopReason.CANCELLED, StopReason.STOP]
     assert [request.reward for request in requests] == [None, 1.0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    fates=st.lists(
+        st.sampled_from(["good", "good", "raise", "hang", "cancel"]), min_size=1, max_size=9
+    ),
+    size=st.integers(1, 4),
+    wait_s=st.sampled_from([0, 0.002]),
+    gap=st.integers(0, 3),
+)
+def test_each_request_of_a_batch_gets_its_own_score_or_error(
+    fates: list[str], size: int, wait_s: float, gap: int
+) -> None:
+    """Whoever waits with it; calls are never larger than `size`, nor overlap before one fails."""
+    running: list[int] = []
+
+    async def judge(requests: list[Request]) -> list[float]:
+        assert len(requests) <= size
+        assert len(requests) == 1 or not running, "calls overlap"
+        running.append(1)
+        try:
+            labels = {request.label for request in requests}
+            await asyncio.sleep(60 if "hang" in labels else 0.001)
+            if "raise" in labels:
+                raise ValueError("no")
+            return [float(request.index) for request in requests]
+        finally:
+            running.pop()
+
+    part = RewardPart(judge, batch=size, batch_wait_s=wait_s, timeout_s=10)
+
+    async def drive() -> list[Any]:
+        tasks = []
+        for index, fate in enumerate(fates):
+            tasks.append(asyncio.create_task(part.score(Request(index=index, label=fate))))
+            await asyncio.sleep(gap / 1000)
+        for task, fate in zip(tasks, fates, strict=True):
+            if fate == "cancel":
+                task.cancel()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 300)
+
+    with asyncio.Runner(loop_factory=FastForward) as runner:
+        scores = runner.run(drive())
+    for index, (fate, got) in enumerate(zip(fates, scores, strict=True)):
+        if fate == "cancel":
+            assert isinstance(got, asyncio.CancelledError) or got == index
+        elif fate in ("raise", "hang"):
+            assert isinstance(got, RewardError)
+        else:
+            assert got == index
 
 
 def test_a_part_serves_one_event_loop_after_the_other() -> None:
@@ -481,14 +533,12 @@ FATES = ("good", "engine", "reward", "hang", "retried")
     .filter(lambda rows: len({len(row) for row in rows}) == 1),
     max_concurrent=st.integers(1, 4),
     cancel_at=st.one_of(st.none(), st.integers(0, 60)),
-    is_async=st.booleans(),
     bad_group=st.one_of(st.none(), st.integers(0, 2)),
 )  # fmt: skip
 def test_groups_end_whatever_their_requests_do(
     fates: list[list[Fate]],
     max_concurrent: int,
     cancel_at: int | None,
-    is_async: bool,
     bad_group: int | None,
 ) -> None:
     """Never hangs; each group with a usable request is scored once, with just these; all sealed."""
@@ -512,21 +562,17 @@ def test_groups_end_whatever_their_requests_do(
         await asyncio.sleep(60 if fate_of[request.index] == "hang" else 0)
         return 1.0
 
-    def scored(requests: list[Request]) -> list[float]:
+    async def scored(requests: list[Request]) -> list[float]:
         index = requests[0].group_index
         called[index] += 1
         given_to[index] = [request.index for request in requests]
+        await asyncio.sleep(0.002)
         if index == bad_group:
             raise ValueError("bad group")
         return [0.5] * len(requests)
 
-    async def scored_later(requests: list[Request]) -> list[float]:
-        await asyncio.sleep(0.002)
-        return scored(requests)
-
-    function: Callable[..., Any] = scored_later if is_async else scored
     rewards = Rewards(
-        {"own": RewardPart(own, timeout_s=0.01), "group": RewardPart(function, group=True)}
+        {"own": RewardPart(own, timeout_s=10), "group": RewardPart(scored, group=True)}
     )
     sealed: list[Request] = []
     rollout = rollout_with(
@@ -544,11 +590,12 @@ def test_groups_end_whatever_their_requests_do(
             for _ in range(cancel_at):
                 await asyncio.sleep(0)
             task.cancel()
-        done, _ = await asyncio.wait([task], timeout=20)
+        done, _ = await asyncio.wait([task], timeout=3_600)
         assert done, "it hangs"
         return None if task.cancelled() else task.result()
 
-    groups = asyncio.run(drive())
+    with asyncio.Runner(loop_factory=FastForward) as runner:
+        groups = runner.run(drive())
     assert all(request.is_sealed for request in sealed if request.is_done)
     assert all(count == 1 for count in called.values())
     if groups is None:

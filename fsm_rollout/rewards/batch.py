@@ -1,7 +1,7 @@
 """Batcher: requests that end one by one, scored many at a time by one call.
 
 What comes while a call runs goes into the next one. A call that fails is made again for each of its
-requests alone, so that one request costs no other its reward; all of that within one more deadline.
+requests alone, at the same time, so that one request costs no other its reward.
 """
 
 from __future__ import annotations
@@ -20,19 +20,10 @@ Waiting = tuple[Request, "asyncio.Future[object]"]
 
 
 class Batcher:
-    """At most `calls` calls at the same time, each with up to `size` requests."""
+    """At most `calls` calls at the same time, each with up to `size` requests, until one fails."""
 
-    def __init__(
-        self,
-        call: Call,
-        size: int,
-        wait_s: float,
-        *,
-        calls: int,
-        timeout_s: Callable[[Request], float],
-    ) -> None:
+    def __init__(self, call: Call, size: int, wait_s: float, *, calls: int) -> None:
         self._call = call
-        self._timeout_s = timeout_s
         self._size = size
         self._wait_s = wait_s
         self._max_calls = calls
@@ -81,12 +72,9 @@ class Batcher:
             await self._settle(batch)
         except Exception as error:
             if len(batch) == 1:
-                return _fail(batch, error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._timeout_s(batch[0][0])):
-                    for waiting in batch:
-                        await self._score([waiting])
-            _fail(batch, error)  # those that are left
+                [(_, future)] = batch
+                return None if future.done() else future.set_exception(error)
+            await asyncio.gather(*(self._score([waiting]) for waiting in batch))
 
     async def _settle(self, batch: list[Waiting]) -> None:
         batch = [waiting for waiting in batch if not waiting[1].done()]  # some were cancelled
@@ -109,9 +97,3 @@ class Batcher:
             for (_, future), score in zip(batch, call.result(), strict=True):
                 if not future.done():
                     future.set_result(score)
-
-
-def _fail(batch: list[Waiting], error: Exception) -> None:
-    for _, future in batch:
-        if not future.done():
-            future.set_exception(error)

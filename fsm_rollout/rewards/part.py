@@ -90,13 +90,8 @@ class RewardPart:
             self._workers = Workers(self.processes)
         self._batcher = None
         if self.batch is not None:
-            self._batcher = Batcher(
-                self._call_for_all,
-                self.batch,
-                self.batch_wait_s,
-                calls=self.processes or 1,
-                timeout_s=self._seconds,
-            )
+            calls = self.processes or 1
+            self._batcher = Batcher(self._call_for_all, self.batch, self.batch_wait_s, calls=calls)
 
     async def score(self, request: Request) -> object:
         """What the function says of the request, not read yet. Raises RewardError."""
@@ -120,7 +115,7 @@ class RewardPart:
 
     async def _call(self, given: Request | list[Request], requests: list[Request]) -> Any:
         """One call of the function: in the event loop, in a thread, or in a process of ours."""
-        timeout_s = self._seconds(requests[0])
+        timeout_s = self.timeout_s or requests[0].limits.tool_timeout_s
         if self._workers is not None:
             outcome = await self._workers.call(self.function, given, timeout_s)
         elif self._is_async:
@@ -136,9 +131,6 @@ class RewardPart:
             logger.error("request %s: %s raised", numbers, self._label, exc_info=error)
             raise RewardError(f"{self._label} raised {describe(error)}") from error
         return value
-
-    def _seconds(self, request: Request) -> float:
-        return self.timeout_s or request.limits.tool_timeout_s
 
     async def _fly(self, given: Request | list[Request], timeout_s: float) -> Outcome | None:
         flight = Flight(
