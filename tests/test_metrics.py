@@ -73,7 +73,7 @@ def batch(**kwargs: Any) -> list[Group]:
         return SCRIPTS[index][asked_of[index]]
 
     def right(request: Request) -> float | None:
-        return None if request.index == 5 else float(request.index < 2)
+        return None if request.index == 5 else float(request.index == 0)
 
     rewards = Rewards({"right": right, "length": RewardPart(lambda request: 0.5, weight=0)})
     rollout = Rollout(
@@ -114,10 +114,10 @@ def test_a_batch_is_counted(groups: list[Group]) -> None:
         "rollout/tool_calls/mean": 3 / 5,
         "rollout/rows": 5,
         "rollout/tokens/aborted": 0,
-        "rollout/reward/mean": 2 / 4,
-        "rollout/reward/std": 0.5,
+        "rollout/reward/mean": 1 / 4,
+        "rollout/reward/std": 0.1875**0.5,
         "rollout/reward/missing": 1,
-        "rollout/reward/zero_std_groups": 1.0,
+        "rollout/reward/zero_std_groups": 0.0,
         "rollout/reward_part/length/mean": 0.5,
         "rollout/reward_part/right/max": 1.0,
         "tool/echo/calls": 3,
@@ -173,11 +173,17 @@ def test_rows_of_forks_and_children_count_once() -> None:
     child.set_prompt([7])
     child._status = request._status.GENERATING
     child.append_response_tokens([8], [-0.5], meta_info={"finish_reason": "stop"})
+    lost = request.spawn("c")
+    lost.set_prompt([7])
+    lost._status = request._status.GENERATING
+    lost.append_response_tokens([8, 9], [-0.5, -0.5], meta_info={"finish_reason": "stop"})
+    lost._status, lost.stop_reason = StopReason.STALE.status, StopReason.STALE
     for one in (child, request):
         one._status, one.stop_reason = StopReason.STOP.status, StopReason.STOP
     metrics = metrics_of([request])
     assert (metrics["rollout/requests"], metrics["rollout/rows"]) == (1, 3)
-    assert metrics["rollout/tokens/sampled"] == metrics["rollout/tokens/trained"] == 4
+    assert (metrics["rollout/tokens/trained"], metrics["rollout/tokens/aborted"]) == (4, 2)
+    assert metrics["rollout/tokens/sampled"] == 6
     assert metrics["rollout/tokens/prompt"] == 3 + 4 + 1
 
 
@@ -185,12 +191,12 @@ def test_the_summary_shows_the_same_figures(groups: list[Group]) -> None:
     requests = [request for group in groups for request in group.requests]
     summary = summarise(requests, 2.0)
     assert summary.metrics == metrics_of(groups, seconds=2.0)
-    assert summary.reward == 0.5
+    assert summary.reward == 0.25
     column = summary.table().columns[1]
     shown = " | ".join(map(str, column.cells))
     assert "6 in 6 attempts | 4 completed, 1 aborted, 1 truncated | 4 stop" in shown
     assert "2 said, 1 tool_refusals" in shown
-    assert "0.500 (of 4)" in shown
+    assert "0.250 (of 4)" in shown
     assert summarise([], 0.0).table().row_count == 9
 
 

@@ -118,6 +118,18 @@ def test_a_row_that_cannot_be_sent_costs_one_request(part: RewardPart) -> None:
 
     asyncio.run(drive())
     assert outcomes(requests) == [StopReason.REWARD_ERROR, 1.5]
+    assert "request or score cannot be sent to a process" in requests[0].error
+
+
+def test_a_process_that_dies_while_it_is_idle_costs_nothing() -> None:
+    part = RewardPart(verifiers.pid, processes=1)
+    [first] = generate(part, ["a"])
+    assert first.reward is not None
+    os.kill(int(first.reward), signal.SIGKILL)
+    wait_for_the_end_of(int(first.reward))
+    time.sleep(0.2)
+    [second] = generate(part, ["a"])
+    assert second.reward not in (None, first.reward)
 
 
 def test_calls_run_in_as_many_processes_as_there_are() -> None:

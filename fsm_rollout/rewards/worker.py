@@ -83,7 +83,10 @@ class _Worker:
     def call(self, function: Callable[..., Any], sent: object, timeout_s: float) -> Any:
         try:
             executor = self._executor or self._start()
-            future = executor.submit(_call, function, sent)
+            try:
+                future = executor.submit(_call, function, sent)
+            except BrokenProcessPool:  # the process died while it was idle
+                future = self._start().submit(_call, function, sent)
             try:
                 return future.result(timeout_s)
             except TimeoutError as error:
@@ -97,6 +100,10 @@ class _Worker:
                 'alone, and what starts the run under `if __name__ == "__main__":`'
             )  # fmt: skip
             raise RuntimeError(why) from error
+        except (RuntimeError, _OutOfTime):  # what `_call` made of the function's own
+            raise
+        except Exception as error:
+            raise RuntimeError(f"request or score cannot be sent to a process: {error}") from error
 
     def kill(self) -> None:
         """End it now, whatever it does."""
