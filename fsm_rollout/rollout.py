@@ -39,8 +39,8 @@ class Rollout:
 
     `tokenizer` with a chat template, or a ready `codec`. `parser` names the wire format of tool
     calls. `reward` scores a finished request: a function of it, or `rewards.Rewards` of several
-    (default: the sum of what its tools say). `agent` is a loop of yours, `async def agent(ctx)`; see
-    `fsm_rollout.agent`. `listeners` and `guards` are the machine's.
+    (default: the sum of what its tools say). `agent` is a loop of yours, `async def agent(ctx)`:
+    see `fsm_rollout.agent`. `listeners` and `guards` are the machine's.
     Raises ConfigError (TemplateError) at once when a part does not fit: nothing starts half-way.
     """
 
