@@ -22,7 +22,7 @@ from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
-from fsm_rollout.rewards import RewardPart, Rewards
+from fsm_rollout.rewards import RewardPart, Rewards, worker
 from fsm_rollout.rollout import Rollout
 from tests import verifiers
 from tests.playing import TOKENIZER, Echo
@@ -130,6 +130,18 @@ def test_a_process_that_dies_while_it_is_idle_costs_nothing() -> None:
     time.sleep(0.2)
     [second] = generate(part, ["a"])
     assert second.reward not in (None, first.reward)
+
+
+def test_a_process_that_does_not_start_in_time_costs_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = RewardPart(verifiers.length, processes=1)
+    with monkeypatch.context() as slow:
+        slow.setattr(worker, "START_S", 0.001)
+        [request] = generate(part, ["a"])
+    assert request.stop_reason is StopReason.REWARD_ERROR
+    assert "did not start within 0.001 s" in request.error
+    assert generate(part, ["a"])[0].reward
 
 
 def test_calls_run_in_as_many_processes_as_there_are() -> None:
