@@ -405,6 +405,24 @@ def test_each_request_of_a_batch_gets_its_own_score_or_error(
             assert got == index
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_request_that_comes_as_the_last_call_ends_is_not_left_waiting(size: int) -> None:
+    async def judge(requests: list[Request]) -> list[float]:
+        return [1.0] * len(requests)
+
+    async def drive() -> None:
+        for steps in range(40):  # one of them comes in that very moment
+            part = RewardPart(judge, batch=size, batch_wait_s=0)
+            first = asyncio.create_task(part.score(Request(index=1)))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            assert await asyncio.wait_for(part.score(Request(index=2)), 5) == 1.0, steps
+            await first
+
+    with asyncio.Runner(loop_factory=FastForward) as runner:
+        runner.run(drive())
+
+
 def test_a_part_serves_one_event_loop_after_the_other() -> None:
     part = RewardPart(lambda requests: [1.0] * len(requests), batch=2)
     for _ in range(3):

@@ -29,7 +29,7 @@ class Batcher:
         self._max_calls = calls
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[Waiting] = deque()
-        self._callers: set[asyncio.Task[None]] = set()
+        self._callers: set[asyncio.Task[None] | None] = set()
         self._filled = asyncio.Event()
 
     async def score(self, request: Request) -> object:
@@ -43,9 +43,7 @@ class Batcher:
         if len(self._waiting) >= self._size:
             self._filled.set()
         if len(self._callers) < self._max_calls:
-            caller = loop.create_task(self._work())
-            self._callers.add(caller)
-            caller.add_done_callback(self._callers.discard)
+            self._callers.add(loop.create_task(self._work()))
         return await future
 
     async def _work(self) -> None:
@@ -62,8 +60,9 @@ class Batcher:
                     batch.append(self._waiting.popleft())
                 await self._score(batch)
                 batch.clear()
-        finally:  # after a cancel, at the end of the event loop: nobody waits for ever
-            for _, future in batch:
+        finally:
+            self._callers.discard(asyncio.current_task())  # at once: who comes now needs another
+            for _, future in batch:  # after a cancel, at the end of the event loop
                 future.cancel()
 
     async def _score(self, batch: list[Waiting]) -> None:
