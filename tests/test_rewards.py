@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -427,6 +428,20 @@ def test_a_part_serves_one_event_loop_after_the_other() -> None:
     part = RewardPart(lambda requests: [1.0] * len(requests), batch=2)
     for _ in range(3):
         assert outcomes(generate(part, range(3))) == [1.0] * 3
+
+
+def test_a_part_serves_the_event_loops_of_two_threads_at_once() -> None:
+    part = RewardPart(lambda requests: [r.index for r in requests], batch=3, batch_wait_s=0.001)
+
+    def score_many() -> list[object]:
+        async def drive() -> list[object]:
+            return await asyncio.gather(*(part.score(Request(index=n)) for n in range(50)))
+
+        return [score for _ in range(5) for score in asyncio.run(drive())]
+
+    with ThreadPoolExecutor(3) as threads:
+        scored = [threads.submit(score_many) for _ in range(3)]
+        assert [one.result(timeout=30) for one in scored] == [[*range(50)] * 5] * 3
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -20,14 +20,16 @@ Waiting = tuple[Request, "asyncio.Future[object]"]
 
 
 class Batcher:
-    """At most `calls` calls at the same time, each with up to `size` requests, until one fails."""
+    """At most `calls` calls at the same time, each with up to `size` requests, until one fails.
+
+    It serves one event loop.
+    """
 
     def __init__(self, call: Call, size: int, wait_s: float, *, calls: int) -> None:
         self._call = call
         self._size = size
         self._wait_s = wait_s
         self._max_calls = calls
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[Waiting] = deque()
         self._callers: set[asyncio.Task[None] | None] = set()
         self._filled = asyncio.Event()
@@ -35,9 +37,6 @@ class Batcher:
     async def score(self, request: Request) -> object:
         """What the function says of the request. Raises what the call raised."""
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # what waits in another is lost with it
-            self._loop, self._waiting, self._callers = loop, deque(), set()
-            self._filled = asyncio.Event()
         future: asyncio.Future[object] = loop.create_future()
         self._waiting.append((request, future))
         if len(self._waiting) >= self._size:

@@ -7,8 +7,10 @@ was called for, and of no other.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -88,16 +90,18 @@ class RewardPart:
                 raise ConfigError(f"{name} is async: `processes` are for sync functions")
             check_importable(self.function, name)
             self._workers = Workers(self.processes)
-        self._batcher = None
-        if self.batch is not None:
-            calls = self.processes or 1
-            self._batcher = Batcher(self._call_for_all, self.batch, self.batch_wait_s, calls=calls)
+        self._here = _Here()
 
     async def score(self, request: Request) -> object:
         """What the function says of the request, not read yet. Raises RewardError."""
-        if self._batcher is not None:
-            return await self._batcher.score(request)
-        return await self._call(request, [request])
+        if self.batch is None:
+            return await self._call(request, [request])
+        here, loop = self._here, asyncio.get_running_loop()
+        if here.batcher is None or here.loop is not loop:
+            calls = self.processes or 1
+            here.batcher = Batcher(self._call_for_all, self.batch, self.batch_wait_s, calls=calls)
+            here.loop = loop
+        return await here.batcher.score(request)
 
     async def score_group(self, requests: Sequence[Request]) -> list[object]:
         """The same for each of the usable requests of a group, by one call."""
@@ -145,6 +149,13 @@ class RewardPart:
             if not flight.is_done:
                 await flight.stop()
         return flight.task.result() if is_done else None
+
+
+class _Here(threading.local):
+    """The batcher of the event loop that runs in this thread."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+    batcher: Batcher | None = None
 
 
 class Given(msgspec.Struct):

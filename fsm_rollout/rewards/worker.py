@@ -7,7 +7,6 @@ engine's cache and its replay data.
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.request import Request
-from fsm_rollout.tools.supervisor import Flight, Outcome
+from fsm_rollout.tools.supervisor import Flight, Outcome, gate
 
 START_S = 120.0
 """a process imports what its function needs: for some that is torch"""
@@ -36,8 +35,7 @@ class Workers:
     def __init__(self, most: int) -> None:
         self._most = most
         self._idle: list[_Worker] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._slots = asyncio.Semaphore(most)
+        self._gate = object()
 
     async def call(
         self, function: Callable[..., Any], given: Request | list[Request], timeout_s: float
@@ -46,11 +44,8 @@ class Workers:
 
         The time starts when a process is free and has started.
         """
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop, self._slots = loop, asyncio.Semaphore(self._most)
         sent = detached(given) if isinstance(given, Request) else [detached(r) for r in given]
-        async with self._slots:
+        async with gate(self._gate, self._most):
             worker = self._idle.pop() if self._idle else _Worker()
             flight = Flight(
                 lambda: worker.call(function, sent, timeout_s),
