@@ -45,14 +45,16 @@ cov: $(VENV)/test.ready  ## branch coverage of the package
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report
 
-bench: $(VENV)/test.ready  ## what a turn, 10,000 requests, a long text and a transition cost; *.json
+bench: $(VENV)/test.ready  ## what a turn, 10,000 requests, a batch and a transition cost; *.json
 	$(BIN)/python bench/turn.py --json turn.json
 	$(BIN)/python bench/load.py --json load.json
 	$(BIN)/python bench/stall.py --json stall.json
 	$(BIN)/python bench/fire.py --json fire.json
+	$(BIN)/python bench/handover.py --json handover.json
 
 bench-verl: $(VENV)/test.ready $(VENV)-verl/ready  ## beside verl's own loop; 1.9 GB, some minutes
 	$(BIN)/python bench/turn.py --verl $(VENV)-verl/bin/python --json turn.json
+	$(BIN)/python bench/handover.py --verl $(VENV)-verl/bin/python --json handover.json
 
 vllm: $(VENV)/test.ready $(VENV)-vllm/ready  ## against a real vLLM on the CPU; 3.5 GB, some minutes
 	FSM_ROLLOUT_VLLM=$(VENV)-vllm $(BIN)/pytest -m real_server tests/real_vllm

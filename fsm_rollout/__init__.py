@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from fsm_rollout.limits import Limits, Status, StopReason
     from fsm_rollout.request import Group, Request
+    from fsm_rollout.rewards import RewardPart, Rewards
     from fsm_rollout.rollout import Rollout, run
     from fsm_rollout.sample import Sample
     from fsm_rollout.states.machine import Machine
@@ -57,6 +58,8 @@ __all__ = [
     "Limits",
     "Machine",
     "Request",
+    "RewardPart",
+    "Rewards",
     "Rollout",
     "RolloutError",
     "SGLangEngine",
@@ -100,6 +103,7 @@ _NAMES = {
     ),
     "limits": ("Limits", "Status", "StopReason"),
     "request": ("Group", "Request"),
+    "rewards": ("RewardPart", "Rewards"),
     "rollout": ("Rollout", "run"),
     "sample": ("Sample",),
     "states.machine": ("Machine",),
