@@ -126,7 +126,7 @@ def load_config(path: Path) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping of {', '.join(RunConfig.__struct_fields__)}")
     try:
-        _check_keys(values, RunConfig, "")
+        check_keys(values, RunConfig, "")
         config = msgspec.convert(values, RunConfig)
     except (ConfigError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -135,7 +135,7 @@ def load_config(path: Path) -> RunConfig:
         config,
         rows=str(here / config.rows),
         samples=str(here / config.samples),
-        chat_template=_template(config.chat_template, here),
+        chat_template=template_text(config.chat_template, here),
     )
 
 
@@ -177,14 +177,17 @@ def _text(path: Path, *, wanted: str) -> str:
         raise ConfigError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
 
 
-def _template(name: str | None, here: Path) -> str | None:
-    """The text of a template file; whatever else it is (a shipped one's name), as it is."""
+def template_text(name: str | None, here: Path) -> str | None:
+    """The text of a template file in the folder `here`; whatever else it is (a shipped one's name),
+    as it is.
+    """
     if name is None or not os.path.isfile(here / name):  # False for text that is no path
         return name
     return _text(here / name, wanted="Jinja")
 
 
-def _check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> None:
+def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> None:
+    """Raise ConfigError for a key that is no field of `struct`; `path` stands before its name."""
     allowed = set(struct.__struct_fields__)
     if struct in get_args(EngineConfig):
         allowed.add("type")
@@ -198,9 +201,9 @@ def _check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: s
         if struct is RunConfig and key == "reward":  # its keys are names
             for name, part in value.items():
                 if isinstance(part, Mapping):
-                    _check_keys(part, RewardConfig, f"reward.{name}.")
+                    check_keys(part, RewardConfig, f"reward.{name}.")
         elif inner := _struct_of(struct, key, value):
-            _check_keys(value, inner, f"{path}{key}.")
+            check_keys(value, inner, f"{path}{key}.")
 
 
 def _struct_of(

@@ -59,7 +59,8 @@ class Hops:
     params: SamplingParams
     seed: int = 0
     run_id: str = field(default_factory=lambda: uuid4().hex[:12])
-    """begins every session and request id: an engine may serve many runs"""
+    """begins every session and request id: an engine may serve many runs. Empty: the sessions of
+    the requests are given, and unique already"""
 
     def __post_init__(self) -> None:
         stop = self.codec.stop_ids.union(self.params.stop_token_ids)
@@ -161,7 +162,7 @@ class Hops:
 
     async def _ask(self, request: Request) -> Generation:
         sample = request.sample
-        session_id = f"{self.run_id}-{sample.session_id}"
+        session_id = f"{self.run_id}-{sample.session_id}".removeprefix("-")
         return await ask(
             self.engine,
             sample.columns,

@@ -93,7 +93,7 @@ class Request:
             group_index=self.group_index,
             rollout_id=self.index,
             sample_id=f"{self.name}-{len(self.samples)}",
-            session_id=self.name,
+            session_id=self.samples[0].session_id if self.samples else self.name,
             row_id=self.row_id,
             prompt=prompt,
             label=self.label,

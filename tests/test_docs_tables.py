@@ -14,6 +14,7 @@ import pytest
 
 import fsm_rollout
 from fsm_rollout import config, errors
+from fsm_rollout.adapters.slime.config import SlimeConfig
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.invariants import INVARIANTS
@@ -49,7 +50,7 @@ def default_of(field: Any) -> str:
     default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
     if isinstance(default, msgspec.Struct):
         return "see below"
-    return "empty" if default in ([], ()) else str(default)
+    return "empty" if default in ([], (), {}) else str(default)
 
 
 def what_it_spends(outcome: Any) -> str:
@@ -65,7 +66,9 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
         for reason in StopReason
     ],
     ("explanation/states.md", "guard"): [
-        [guard.__name__, str(guard.__doc__)] for guard in guards.REFUSALS
+        [guard.__name__, str(guard.__doc__)]
+        for guard in guards.REFUSALS
+        if guard.__module__ == guards.__name__  # others may declare their own
     ],
     ("explanation/invariants.md", "invariant"): [[code] for code in INVARIANTS],
     ("explanation/tools.md", "outcome"): [
@@ -80,6 +83,7 @@ TABLES: dict[tuple[str, str], list[list[str]]] = {
     ("reference/config.md", "reward key"): fields_of(config.RewardConfig),
     ("reference/config.md", "sampling key"): fields_of(SamplingParams),
     ("how-to/use-inference-servers.md", "setting"): fields_of(HttpSettings),
+    ("how-to/train-with-slime.md", "fsm_rollout key"): fields_of(SlimeConfig),
     ("reference/api.md", "name"): [[name] for name in sorted(fsm_rollout.__all__, key=str.lower)],
     ("reference/errors.md", "error"): [
         [name, str(error.__base__ and error.__base__.__name__)]

@@ -38,7 +38,7 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     for sample in rows:
         if sample.rollout_id in usable:
             groups[sample.group_index].setdefault(sample.rollout_id, sample.reward or 0.0)
-    baselines = {group: _baseline(list(rewards.values())) for group, rewards in groups.items()}
+    baselines = {group: baseline(list(rewards.values())) for group, rewards in groups.items()}
     advantages = []
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
@@ -47,7 +47,8 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     return advantages
 
 
-def _baseline(rewards: list[float]) -> tuple[float, float]:
+def baseline(rewards: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation (of n - 1) of the rewards of a group; of equal ones (r, 0.0)."""
     if min(rewards) == max(rewards):  # a mean of equal floats may miss them by a rounding
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)

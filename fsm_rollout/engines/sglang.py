@@ -31,7 +31,8 @@ class SGLangWire:
 
     `sampling_mask`: have the ids that top-p and top-k kept reported, for replay. A stock server
     needs `1 <= top_k <= 4096` for it. `routed_experts`: the (layers, experts per token) of a
-    mixture-of-experts model, to have its routing reported.
+    mixture-of-experts model, to have its routing reported. `stop`: strings that end a turn beside
+    its stop ids; the tokens that spell one stay in the turn.
     """
 
     name = NAME
@@ -39,10 +40,15 @@ class SGLangWire:
     log_prob_kind: LogProbKind = "scaled"
 
     def __init__(
-        self, *, sampling_mask: bool = False, routed_experts: tuple[int, int] | None = None
+        self,
+        *,
+        sampling_mask: bool = False,
+        routed_experts: tuple[int, int] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
         self.sampling_mask = sampling_mask
         self.routed_experts = routed_experts
+        self.stop = tuple(stop)
 
     def headers(self, ask: Ask) -> Mapping[str, str]:
         """The key by which a router keeps a session on one worker."""
@@ -56,6 +62,7 @@ class SGLangWire:
             params.top_p,
             params.top_k,
             params.stop_token_ids,
+            self.stop,
             log_probs=ask.log_probs,
             stream=ask.stream,
             mask=self.sampling_mask and is_filtered(params),
@@ -104,11 +111,12 @@ class SGLangEngine(HttpEngine):
         log_prob_kind: LogProbKind | None = None,
         sampling_mask: bool = False,
         routed_experts: tuple[int, int] | None = None,
+        stop: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
         settings: HttpSettings | None = None,
     ) -> None:
         super().__init__(
-            SGLangWire(sampling_mask=sampling_mask, routed_experts=routed_experts),
+            SGLangWire(sampling_mask=sampling_mask, routed_experts=routed_experts, stop=stop),
             urls,
             stream=stream,
             vocab_size=vocab_size,
@@ -188,6 +196,7 @@ def _constant(
     top_p: float,
     top_k: int,
     stop_token_ids: tuple[int, ...],
+    stop: tuple[str, ...],
     *,
     log_probs: bool,
     stream: bool,
@@ -205,6 +214,8 @@ def _constant(
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
     }
+    if stop:
+        sampling["stop"] = stop
     flags: dict[str, Any] = {"stream": stream, "return_logprob": log_probs}
     if log_probs:
         flags["logprob_start_len"] = -1  # none of the prompt's

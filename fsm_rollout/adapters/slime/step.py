@@ -1,0 +1,249 @@
+"""A rollout step as a whole, for --rollout-function-path: prompts in, a batch of groups out.
+
+slime runs it in its own event loop. What differs from slime's: a group whose samples were aborted
+goes back and is never trained; what is not needed any more is cancelled at once, its tools and
+reward calls too; a failed sample does not end the step. Evaluation is slime's, which plays through
+`generate`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from fsm_rollout.adapters.slime import record
+from fsm_rollout.adapters.slime.config import sampling_of
+from fsm_rollout.adapters.slime.player import PLAYED, Player, ending, generate, player_of
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.metrics import metrics_of
+from fsm_rollout.request import Request
+
+logger = logging.getLogger(__name__)
+
+_ENDING_S, _ABORT_AGAIN_S = 5.0, 1.0
+"""for what was aborted to come back, then it is cancelled; and until it is aborted again"""
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """One step: `rollout_batch_size` groups of `n_samples_per_prompt`, sorted by index.
+
+    Returns slime's RolloutFnTrainOutput, or with `evaluation` its RolloutFnEvalOutput. Groups that
+    were interrupted go back to `data_source`.
+    """
+    if evaluation:
+        name = "custom_generate_function_path"
+        sets = getattr(args, "eval_datasets", None) or [None]
+        if not all(getattr(args, name, None) or getattr(one, name, None) for one in sets):
+            raise ConfigError(
+                "an evaluation needs --custom-generate-function-path "
+                "fsm_rollout.adapters.slime.generate: slime's own evaluation plays through it"
+            )
+        return _of("rollout.sglang_rollout", "generate_rollout")(
+            args, rollout_id, data_source, evaluation=True
+        )
+    groups, played, metrics = _of("utils.async_utils", "run")(_step(args, rollout_id, data_source))
+    if path := getattr(args, "rollout_sample_filter_path", None):
+        _of("utils.misc", "load_function")(path)(args, groups)
+    if path := getattr(args, "rollout_all_samples_process_path", None):
+        _of("utils.misc", "load_function")(path)(args, played, data_source)
+    return _of("rollout.base_types", "RolloutFnTrainOutput")(samples=groups, metrics=metrics)
+
+
+async def _step(
+    args: Any, rollout_id: int, data_source: Any
+) -> tuple[list[Any], list[Any], dict[str, float]]:
+    """The groups of the batch, all that were played to their end, and the step's metrics."""
+    target, started = args.rollout_batch_size, time.monotonic()
+    ended: list[Request] = []
+    PLAYED.set(ended)  # the tasks below inherit it
+    ask_for = getattr(args, "over_sampling_batch_size", None) or target
+    params, drops = _sampling_params(args), _dynamic_filter(args)
+    player = player_of(args, sampling_of(params).stop)
+    kept: list[Any] = []
+    played: list[Any] = []
+    dropped: Counter[str] = Counter()
+    aborts: Counter[int] = Counter()
+    running: dict[asyncio.Task[None], list[Any]] = {}
+    try:
+        while len(kept) < target:
+            while len(kept) + len(running) < target:
+                groups = data_source.get_samples(ask_for)
+                if not groups:
+                    raise ConfigError("the data source has no more samples")
+                running |= {asyncio.create_task(_play(args, g, params)): g for g in groups}
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                remaining = len(kept) + len(running)
+                group = running.pop(task)
+                task.result()
+                if _is_aborted(group):
+                    _give_back(args, data_source, group, aborts)
+                    continue
+                played.append(group)
+                if reason := drops(group, remaining, target):
+                    dropped[reason] += 1
+                else:
+                    kept.append(group)
+        spare = kept[target:]
+        del kept[target:]
+        if getattr(args, "partial_rollout", False):
+            with ending():
+                await _interrupt(player, running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    if getattr(args, "partial_rollout", False):
+        _keep_for_later(rollout_id, data_source, [*spare, *running.values()])
+    metrics: dict[str, float] = {
+        **metrics_of(ended, seconds=time.monotonic() - started),
+        **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in dropped.items()},
+        "rollout/failed": sum(record.is_status(sample, "failed") for sample in _flat(kept)),
+        "rollout/aborted_groups": aborts.total(),
+    }
+    return sorted(kept, key=_index), sorted(played, key=_index), metrics
+
+
+async def _play(args: Any, group: list[Any], params: Mapping[str, Any]) -> None:
+    """Play the samples of a prompt that are not over yet, in place, and have them scored."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for place in range(len(group)):
+                tasks.create_task(_play_one(args, group, place, params))
+    except BaseExceptionGroup as errors:  # a set-up that cannot work, or a bug
+        raise errors.exceptions[0] from errors
+    if getattr(args, "group_rm", False) and not _is_aborted(group):
+        await _score_group(args, group)
+
+
+async def _play_one(args: Any, group: list[Any], place: int, params: Mapping[str, Any]) -> None:
+    sample = group[place]
+    if not isinstance(sample, list) and record.is_status(sample, "pending", "aborted"):
+        if getattr(args, "mask_offpolicy_in_partial_rollout", False) and sample.response_length:
+            sample.loss_mask = [0] * sample.response_length
+        path = getattr(args, "custom_generate_function_path", None)
+        play = _of("utils.misc", "load_function")(path) if path else generate
+        group[place] = await play(args, sample, dict(params))
+        if getattr(args, "rollout_sample_hook_path", None):
+            hooks = _of("rollout.sample_hooks", "apply_rollout_sample_hooks")
+            group[place] = await hooks(args, group[place], evaluation=False)
+    if not getattr(args, "group_rm", False):
+        await _score(args, group[place])
+
+
+async def _score(args: Any, played: Any) -> None:
+    """slime's reward model, for finished samples without a reward; its fault costs the sample."""
+    for sample in _flat(played):
+        if sample.reward is None and not record.is_status(sample, "aborted"):
+            try:
+                sample.reward = await _of("rollout.rm_hub", "async_rm")(args, sample)
+            except Exception as error:
+                logger.exception("sample %s: the reward model failed", sample.index)
+                record.fail(sample, f"the reward model failed: {error!r}", args)
+
+
+async def _score_group(args: Any, played: list[Any]) -> None:
+    samples = list(_flat(played))
+    scored = [sample for sample in samples if not record.is_status(sample, "failed")]
+    if not scored:
+        return
+    score: Callable[..., Awaitable[list[Any]]] = _of("rollout.rm_hub", "batched_async_rm")
+    try:
+        rewards = await score(args, scored)
+        for sample, reward in zip(scored, rewards, strict=True):
+            sample.reward = reward
+    except Exception as error:
+        logger.exception("group %s: the reward model failed", samples[0].group_index)
+        for sample in scored:
+            record.fail(sample, f"the reward model failed: {error!r}", args)
+
+
+async def _interrupt(player: Player, running: Mapping[asyncio.Task[None], Any]) -> None:
+    """Partial rollout: what still runs stops where it is, and goes on in a later step."""
+    ends = time.monotonic() + _ENDING_S
+    late: set[asyncio.Task[None]] = set(running)
+    while late and time.monotonic() < ends:
+        await player.abort()  # again: requests may have been on their way
+        _, late = await asyncio.wait(late, timeout=_ABORT_AGAIN_S)
+
+
+def _keep_for_later(rollout_id: int, data_source: Any, groups: list[Any]) -> None:
+    for sample in _flat(groups):
+        if sample.response:
+            sample.metadata.setdefault("start_rollout_id", rollout_id)
+    if groups:
+        data_source.add_samples(groups)
+
+
+def _give_back(args: Any, data_source: Any, group: list[Any], aborts: Counter[int]) -> None:
+    """A group that the servers interrupted is played again, but not for ever in one step."""
+    number = next(_flat(group)).group_index
+    aborts[number] += 1
+    if aborts[number] > 2:
+        for sample in _flat(group):
+            if record.is_status(sample, "aborted"):
+                record.fail(sample, "the servers aborted it three times in one step", args)
+    data_source.add_samples([group])
+
+
+def _dynamic_filter(args: Any) -> Callable[[list[Any], int, int], str | None]:
+    """Says why a group is dropped; None: it is kept."""
+    path = getattr(args, "dynamic_sampling_filter_path", None)
+    if path is None:
+        return lambda group, remaining, target: None
+    function = _of("utils.misc", "load_function")(path)
+    call, drops = (
+        _of("rollout.filter_hub.base_types", name)
+        for name in ("call_dynamic_filter", "should_drop_dynamic_filter_output")
+    )
+
+    def reason(group: list[Any], remaining: int, target: int) -> str | None:
+        output = call(function, args, group)
+        if drops(output, remaining_batch_size=remaining, target_data_size=target):
+            return str(output.reason or "no_reason")
+        return None
+
+    return reason
+
+
+def _sampling_params(args: Any) -> dict[str, Any]:
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": getattr(args, "rollout_stop", None),
+        "stop_token_ids": getattr(args, "rollout_stop_token_ids", None),
+    }
+
+
+def _is_aborted(group: list[Any]) -> bool:
+    return any(record.is_status(sample, "aborted", "pending") for sample in _flat(group))
+
+
+def _index(group: list[Any]) -> int:
+    found: int = next(_flat(group)).index
+    return found
+
+
+def _flat(played: Any) -> Iterator[Any]:
+    """The samples of a group, of which any may be a list."""
+    if isinstance(played, list):
+        for one in played:
+            yield from _flat(one)
+    else:
+        yield played
+
+
+def _of(module: str, name: str) -> Any:
+    """A part of the trainer that calls, slime or miles: it is loaded already."""
+    for trainer in ("slime", "miles"):
+        if trainer in sys.modules:
+            return getattr(import_module(f"{trainer}.{module}"), name)
+    raise ConfigError("generate_rollout runs inside slime or miles, and neither is loaded")
