@@ -702,6 +702,18 @@ def test_mask_offpolicy_trains_only_what_is_new(checkpoint: str) -> None:
     assert min(consume(args, [sample])[0]["trained"]) == len(first)
 
 
+def test_a_sample_that_went_on_under_new_weights_names_both_versions(checkpoint: str) -> None:
+    async def main() -> Any:
+        async with FakeEngine(SCRIPT, tokenizer=TOKENIZER, faults=[ABORT]) as fake:
+            args = args_for(fake, checkpoint, partial_rollout=True)
+            sample = await slime.generate(args, sample_of(), PARAMS)
+            engine = players.player_of(args).engine
+            await engine.call("/update_weight_version", {"new_version": "2"})
+            return await slime.generate(args, sample, PARAMS)
+
+    assert asyncio.run(main()).weight_versions == ["default", "default", "2"]
+
+
 def test_what_cannot_go_on_starts_from_nothing(checkpoint: str) -> None:
     def edited(sample: Any) -> Any:
         sample.tokens[-1] += 1
