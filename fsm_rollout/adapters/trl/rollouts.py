@@ -1,0 +1,250 @@
+"""RolloutFunc: the `rollout_func` of TRL's GRPOTrainer, played by this package.
+
+Always: one row per entry of `prompts`, in order; ids, log-probs and mask of a row are equally long
+and belong together. TRL checks none of this: it pads what is short, and what it pads it trains on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.adapters.handover import sift
+from fsm_rollout.adapters.trl import rewards as trl_rewards
+from fsm_rollout.adapters.trl.loop_thread import LoopThread
+from fsm_rollout.adapters.trl.rows import Rows, RowSource
+from fsm_rollout.adapters.trl.trainer import (
+    EXTRA,
+    args_of,
+    engine_of,
+    is_training,
+    limits_of,
+    misfits,
+    params_of,
+    serving,
+    tokenizer_of,
+)
+from fsm_rollout.engines.base import Engine
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.limits import Limits, Status
+from fsm_rollout.request import Group, Request
+from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.rollout import Rollout
+from fsm_rollout.sample import Sample
+from fsm_rollout.states.guards import Guard
+from fsm_rollout.states.machine import Listener
+from fsm_rollout.states.table import Event
+from fsm_rollout.tools.registry import Toolset, ToolSpec
+
+if TYPE_CHECKING:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutFunc:
+    """`GRPOTrainer(..., rollout_func=RolloutFunc(tools=[...]), reward_funcs=reward)`.
+
+    `tools`, `reward`, `parser`, `chat_template`, `listeners`, `guards` and `max_concurrent` are
+    those of Rollout. The sampling comes from the trainer's args, and from `max_completion_length`
+    the limit `max_response` where `limits` has none.
+
+    `engine`: default: the trainer's vLLM server if it uses one, else the trainer's model itself, in
+    this process. `rows`: what is played, with its columns; default: the trainer's own datasets.
+    `mask_truncated`: TRUNCATED samples have a reward, but nothing of them is trained; in place of
+    the trainer's `mask_truncated_completions`, which goes by the last token.
+
+    A sample that TRL must not have (ABORTED, no reward, an invariant broken, forked) becomes a row
+    of one padding token: masked, with `env_reward` None and the reason in `refused`. It trains
+    nothing and is in no baseline; the log has the reason.
+
+    The first call raises ConfigError when the trainer or a row does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: Toolset | Sequence[ToolSpec] = (),
+        reward: RewardFunction | None = None,
+        limits: Limits | None = None,
+        engine: Engine | None = None,
+        rows: RowSource | None = None,
+        mask_truncated: bool = False,
+        parser: str = "hermes",
+        chat_template: str | None = None,
+        max_concurrent: int = 256,
+        listeners: Iterable[Listener] = (),
+        guards: Mapping[Event, Iterable[Guard]] | None = None,
+    ) -> None:
+        self._tools = tools if isinstance(tools, Toolset) else Toolset(tools)
+        self._limits = limits
+        self._engine = engine
+        self._given_rows = None if rows is None else Rows({"rows": rows}, self._tools)
+        self._rows: dict[str, Rows] = {}
+        self._mask_truncated = mask_truncated
+        self._options: dict[str, Any] = {
+            "tools": self._tools,
+            "reward": reward,
+            "parser": parser,
+            "chat_template": chat_template,
+            "max_concurrent": max_concurrent,
+            "listeners": listeners,
+            "guards": guards,
+        }
+        self._trainer: GRPOTrainer | None = None
+        self._rollout: Rollout | None = None
+        self._thread = LoopThread("fsm-rollout")
+
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        """Play each prompt once: TRL repeats them. Returns its three keys, `env_mask` and EXTRA."""
+        if self._rollout is None or self._trainer is not trainer:
+            self._rollout = self._start(trainer)
+        rollout = self._rollout
+        rows = self._rows_of(trainer)
+        requests = self._requests(rollout, [rows[prompt] for prompt in prompts], trainer)
+        with serving(rollout.loop.engine, trainer):
+            self._thread.run(_play(rollout, requests))
+        return handed(
+            requests,
+            pad_id=tokenizer_of(trainer).pad_token_id,
+            rewards=trl_rewards.reward in trainer.reward_funcs,
+            mask_truncated=self._mask_truncated,
+        )
+
+    def close(self) -> None:
+        """Close the engine, a given one too, and end the thread; for a process that goes on."""
+        if self._rollout is not None:
+            self._thread.run(self._rollout.loop.engine.close())
+            self._thread.close()
+        self._rollout = None
+
+    def _start(self, trainer: GRPOTrainer) -> Rollout:
+        if found := list(misfits(trainer, engine=self._engine)):
+            raise ConfigError("RolloutFunc and this trainer don't fit: " + "; ".join(found))
+        args, step = args_of(trainer), trainer.state.global_step  # not 0 when training was resumed
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._played, self._groups = count(step * per_step), count()
+        self._trainer, self._rows = trainer, {}
+        return Rollout(
+            self._engine or engine_of(trainer),
+            tokenizer_of(trainer),
+            limits=limits_of(self._limits, trainer),
+            params=params_of(trainer),
+            seed=args.seed,
+            **self._options,
+        )
+
+    def _rows_of(self, trainer: GRPOTrainer) -> Rows:
+        if self._given_rows is not None:
+            return self._given_rows
+        name = "train_dataset" if is_training(trainer) else "eval_dataset"
+        if name not in self._rows:
+            given = getattr(trainer, name)
+            sources = given if isinstance(given, dict) else {name: given}
+            for title, source in sources.items():
+                if not hasattr(source, "__getitem__"):
+                    raise ConfigError(
+                        f"{title} is {type(source).__name__}, in which prompts cannot be looked "
+                        "up: give RolloutFunc its rows, as `rows`"
+                    )
+            self._rows[name] = Rows(sources, self._tools)
+        return self._rows[name]
+
+    def _requests(
+        self, rollout: Rollout, rows: Sequence[Any], trainer: GRPOTrainer
+    ) -> list[Request]:
+        accelerator, requests = trainer.accelerator, []
+        previous, group_index = None, 0
+        for row in rows:
+            if row.prompt != previous:  # the prompts of a group stand side by side
+                previous, group_index = row.prompt, next(self._groups)
+            index = next(self._played) * accelerator.num_processes + accelerator.process_index
+            requests.append(rollout.request(row, index=index, group_index=group_index))
+        return requests
+
+
+def handed(
+    requests: Sequence[Request], *, pad_id: int, rewards: bool = True, mask_truncated: bool = False
+) -> dict[str, list[Any]]:
+    """The dict of TRL: one row per request, in order; a row of padding for a refused one."""
+    found = [_usable(request, rewards=rewards) for request in requests]
+    if refused := [(r, why) for r, (_, why) in zip(requests, found, strict=True) if why]:
+        shown = "; ".join(f"request {r.index}: {why}" for r, why in refused[:3])
+        more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+        logger.warning("%d of %d samples are left out: %s%s", len(refused), len(found), shown, more)
+    rows = [
+        _row(request, sample, why, pad_id=pad_id, mask_truncated=mask_truncated)
+        for request, (sample, why) in zip(requests, found, strict=True)
+    ]
+    keys = ("prompt_ids", "completion_ids", "logprobs", "env_mask", *EXTRA)
+    return {key: [row[key] for row in rows] for key in keys}
+
+
+def _usable(request: Request, *, rewards: bool) -> tuple[Sample | None, str]:
+    """The one sample of a request that TRL may have; else why it may not."""
+    samples = Group(request.group_index, [request]).samples
+    if not samples:
+        return None, f"it is {request.status} ({request.stop_reason}): {request.error}"
+    if len(samples) > 1:
+        return None, (
+            f"it has {len(samples)} samples, and GRPOTrainer takes one row per prompt: train them "
+            "with AsyncGRPOTrainer and RolloutWorker"
+        )
+    good, refused = sift(samples, rewards=rewards)
+    if refused:
+        return None, refused[0].why
+    if good[0].remove_sample:
+        return None, "nothing of it is to be trained (remove_sample)"
+    return good[0], ""
+
+
+def _row(
+    request: Request, sample: Sample | None, why: str, *, pad_id: int, mask_truncated: bool
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "status": str(request.status),
+        "stop_reason": str(request.stop_reason or ""),
+        "num_turns": request.num_turns,
+        "sample_id": request.sample.sample_id,
+        "refused": why,
+    }
+    if sample is None:
+        return row | {
+            "prompt_ids": [pad_id],  # not its own, which may be longer than all others
+            "completion_ids": [pad_id],
+            "logprobs": [0.0],
+            "env_mask": [0],
+            "env_reward": None,
+            "reward_parts": {},
+        }
+    mask, log_probs = sample.loss_mask.tolist(), sample.rollout_log_probs
+    assert log_probs is not None  # `sift` looked
+    is_masked = mask_truncated and sample.status is Status.TRUNCATED
+    return row | {
+        "prompt_ids": sample.tokens[: sample.prompt_length].tolist(),
+        "completion_ids": sample.tokens[sample.prompt_length :].tolist(),
+        "logprobs": log_probs.tolist(),
+        "env_mask": [0] * len(mask) if is_masked else mask,
+        "env_reward": sample.reward,
+        "reward_parts": sample.reward_parts,
+    }
+
+
+async def _play(rollout: Rollout, requests: Sequence[Request]) -> None:
+    """Play them all. What a listener of the user raises costs its request and no more."""
+    await rollout.start()
+    gate = asyncio.Semaphore(rollout.max_concurrent)
+
+    async def play(request: Request) -> None:
+        async with gate:
+            try:
+                await rollout.run(request)
+            except Exception:
+                logger.exception("request %d was not played to its end", request.index)
+
+    async with asyncio.TaskGroup() as tasks:
+        for request in requests:
+            tasks.create_task(play(request))
