@@ -30,7 +30,7 @@ from fsm_rollout.adapters.trl.trainer import (
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status
-from fsm_rollout.request import Group, Request
+from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
@@ -185,7 +185,7 @@ def handed(
 
 def _usable(request: Request, *, rewards: bool) -> tuple[Sample | None, str]:
     """The one sample of a request that TRL may have; else why it may not."""
-    samples = Group(request.group_index, [request]).samples
+    samples = request.rows
     if not samples:
         return None, f"it is {request.status} ({request.stop_reason}): {request.error}"
     if len(samples) > 1:

@@ -20,7 +20,7 @@ from fsm_rollout.tools.registry import Toolset
 RowSource: TypeAlias = Sequence[Mapping[str, Any]]
 """a list of rows, or a `datasets.Dataset`, whose rows are read when they are needed"""
 
-_OWN = ("prompt", "label", "tools_kwargs", "metadata")
+_OWN = ("prompt", "id", "label", "tools_kwargs", "metadata")
 
 
 class Rows:
@@ -79,6 +79,7 @@ def prompt_row(row: Mapping[str, Any], *, where: str) -> PromptRow:
         kwargs = json.loads(kwargs) if isinstance(kwargs, str) else kwargs
         fields = {
             "prompt": row["prompt"],
+            "id": "" if row.get("id") is None else str(row["id"]),
             "label": row.get("label"),
             "tools_kwargs": _without_none(kwargs),
             "metadata": {key: value for key, value in row.items() if key not in _OWN}
@@ -88,8 +89,8 @@ def prompt_row(row: Mapping[str, Any], *, where: str) -> PromptRow:
         return msgspec.convert(fields, PromptRow)
     except (TypeError, ValueError) as error:  # JSON's and msgspec's own are ValueErrors
         raise ConfigError(
-            f"{where}: {error}; columns are prompt, label, tools_kwargs, metadata, and any other "
-            "for the reward function"
+            f"{where}: {error}; columns are prompt, id, label, tools_kwargs, metadata, and "
+            "any other for the reward function"
         ) from error
 
 
