@@ -34,10 +34,7 @@ from tests.trl_training import (
     training,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*experimental feature:UserWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 DEAD = EngineError("the server is on fire", reason=StopReason.ENGINE_ERROR, final=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +22,8 @@ from fsm_rollout.engines.scripted import Answer, Asked, ScriptedEngine
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # read when a trainer is made
 
 TOKENIZER = tiny_tokenizer()
 TEMPERATURE = 1.3

@@ -6,5 +6,6 @@ GRPOTrainer(..., rollout_func=RolloutFunc(tools=["calculator"]), reward_funcs=re
 
 from fsm_rollout.adapters.trl.rewards import reward, usable_only
 from fsm_rollout.adapters.trl.rollouts import RolloutFunc
+from fsm_rollout.adapters.trl.worker import RolloutWorker
 
-__all__ = ["RolloutFunc", "reward", "usable_only"]
+__all__ = ["RolloutFunc", "RolloutWorker", "reward", "usable_only"]

@@ -106,7 +106,7 @@ class RolloutFunc:
         rows = self._rows_of(trainer)
         requests = self._requests(rollout, [rows[prompt] for prompt in prompts], trainer)
         with serving(rollout.loop.engine, trainer):
-            self._thread.run(_play(rollout, requests))
+            self._thread.run(play(rollout, requests))
         return handed(
             requests,
             pad_id=tokenizer_of(trainer).pad_token_id,
@@ -233,12 +233,12 @@ def _row(
     }
 
 
-async def _play(rollout: Rollout, requests: Sequence[Request]) -> None:
+async def play(rollout: Rollout, requests: Sequence[Request]) -> None:
     """Play them all. What a listener of the user raises costs its request and no more."""
     await rollout.start()
     gate = asyncio.Semaphore(rollout.max_concurrent)
 
-    async def play(request: Request) -> None:
+    async def one(request: Request) -> None:
         async with gate:
             try:
                 await rollout.run(request)
@@ -247,4 +247,4 @@ async def _play(rollout: Rollout, requests: Sequence[Request]) -> None:
 
     async with asyncio.TaskGroup() as tasks:
         for request in requests:
-            tasks.create_task(play(request))
+            tasks.create_task(one(request))
