@@ -182,7 +182,7 @@ def test_a_dead_engine_is_reported_and_does_not_make_it_spin() -> None:
         with pytest.raises(RolloutError, match=r"no sample for .* the server is on fire"):
             worker.check_health(0.1)
         worker.check_health(60)
-    assert len(asked) == 4  # two groups of two
+    assert len(asked) <= 12  # two groups of two a second
 
 
 def test_the_buffer_is_bounded_and_goes_on_when_there_is_room() -> None:
