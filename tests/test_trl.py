@@ -15,12 +15,16 @@ from typing import Any
 import torch
 
 from fsm_rollout.adapters.trl import RolloutFunc, reward, rollouts, usable_only
+from fsm_rollout.adapters.trl.loop_thread import LoopThread
+from fsm_rollout.adapters.trl.trainer import engine_of, misfits
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.scripted import Answer, Asked, Reply
 from fsm_rollout.engines.transformers import TransformersEngine
+from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
+from fsm_rollout.testing.fake_engine import FakeEngine
 from tests.trl_training import (
     TEMPERATURE,
     TOKENIZER,
@@ -190,6 +194,32 @@ def test_it_plays_where_an_event_loop_runs_already_and_leaves_the_model_as_it_wa
         assert trained(asyncio.run(notebook(trainer))).any()
         assert [module.training for module in model.modules()] == modes
         assert not all(modes)
+
+
+def test_a_server_plays_over_one_connection_pool_from_batch_to_batch(tmp_path: Path) -> None:
+    thread, server = LoopThread("server"), FakeEngine(tokenizer=TOKENIZER)
+    thread.run(server.__aenter__())
+    try:
+        func = RolloutFunc(
+            engine=VLLMEngine(server.url, route="completions"), reward=lambda request: 1.0
+        )
+        with training(func, tmp_path, temperature=1.0) as trainer:
+            for _ in range(2):
+                assert trained(batch_of(trainer)).any(1).all()
+    finally:
+        thread.run(server.__aexit__(None, None, None))
+        thread.close()
+
+
+def test_the_trainers_own_vllm_server_is_the_default(tmp_path: Path) -> None:
+    with training(RolloutFunc(), tmp_path) as trainer:
+        trainer.args.use_vllm, trainer.args.vllm_mode = True, "server"
+        trainer.args.vllm_server_host, trainer.args.vllm_server_port = "10.0.0.1", 8001
+        engine: Any = engine_of(trainer)
+        assert isinstance(engine, VLLMEngine)
+        assert [endpoint.url for endpoint in engine.endpoints] == ["http://10.0.0.1:8001"]
+        trainer.args.vllm_mode = "colocate"
+        assert ["vllm_mode is 'colocate'" in why for why in misfits(trainer, engine=None)] == [True]
 
 
 def test_requests_go_on_counting_after_a_resume(tmp_path: Path) -> None:

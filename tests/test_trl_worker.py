@@ -273,7 +273,6 @@ def test_the_trainer_itself_takes_the_worker(
         transfer: Any = NoTransfer()
         trainer = trl.AsyncGRPOTrainer(
             str(tmp_path / "model"),
-            reward_funcs=lambda **_: [],
             args=AsyncGRPOConfig(
                 str(tmp_path), num_generations=2, token_budget=1_500, dtype="float32", **config
             ),

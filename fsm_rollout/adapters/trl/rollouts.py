@@ -27,6 +27,7 @@ from fsm_rollout.adapters.trl.trainer import (
     serving,
     tokenizer_of,
 )
+from fsm_rollout.agent import Agent
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status
@@ -48,9 +49,9 @@ logger = logging.getLogger(__name__)
 class RolloutFunc:
     """`GRPOTrainer(..., rollout_func=RolloutFunc(tools=[...]), reward_funcs=reward)`.
 
-    `tools`, `reward`, `parser`, `chat_template`, `listeners`, `guards` and `max_concurrent` are
-    those of Rollout. The sampling comes from the trainer's args, and from `max_completion_length`
-    the limit `max_response` where `limits` has none.
+    `tools`, `reward`, `agent`, `parser`, `chat_template`, `listeners`, `guards` and
+    `max_concurrent` are those of Rollout. The sampling comes from the trainer's args, and from
+    `max_completion_length` the limit `max_response` where `limits` has none.
 
     `engine`: default: the trainer's vLLM server if it uses one, else the trainer's model itself, in
     this process. `rows`: what is played, with its columns; default: the trainer's own datasets.
@@ -69,6 +70,7 @@ class RolloutFunc:
         *,
         tools: Toolset | Sequence[ToolSpec] = (),
         reward: RewardFunction | None = None,
+        agent: Agent | None = None,
         limits: Limits | None = None,
         engine: Engine | None = None,
         rows: RowSource | None = None,
@@ -88,6 +90,7 @@ class RolloutFunc:
         self._options: dict[str, Any] = {
             "tools": self._tools,
             "reward": reward,
+            "agent": agent,
             "parser": parser,
             "chat_template": chat_template,
             "max_concurrent": max_concurrent,
