@@ -9,6 +9,9 @@ pytest.importorskip("trl")
 import asyncio
 import logging
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +160,21 @@ def test_a_real_model_agrees_with_trl(tmp_path: Path) -> None:
         batch = batch_of(trainer)
         assert trained(batch).sum() > 20
         assert gap(trainer, batch) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.timeout(900)
+def test_the_example_takes_a_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.trl_grpo", "--steps", "1", "--generations", "2"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(r"^step   1  reward [01]\.\d\d  calls .* s$", done.stdout, re.MULTILINE)
 
 
 def test_evaluation_plays_the_rows_of_its_own_dataset(tmp_path: Path) -> None:

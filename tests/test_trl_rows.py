@@ -57,7 +57,7 @@ def test_a_prompt_finds_the_columns_of_its_row() -> None:
     dataset = table(
         [row("2 + 2", "4") | {"label": 4, "source": "a"}, row("3 + 3", "6") | {"label": 6}]
     )
-    found = Rows({"train_dataset": dataset}, TOOLS)[[{"role": "user", "content": "3 + 3"}]]
+    found = Rows({"train_dataset": dataset}, TOOLS)[[{"role": "user", "content": "3 + 3"}]].row
     assert found.tools_kwargs == {"check": {"create_kwargs": {"truth": "6"}}}
     assert (found.label, found.metadata) == (6, {"source": None})
     assert found.where == "train_dataset, row 1"
@@ -68,14 +68,14 @@ def test_what_a_columnar_file_filled_in_is_absent() -> None:
     only_tries = {"check": {"create_kwargs": {"tries": 5}}}
     rows = [row("a", "4"), row("b") | {"tools_kwargs": only_tries}]
     found = Rows({"rows": table(rows)}, TOOLS)
-    assert found[rows[1]["prompt"]].tools_kwargs == only_tries
-    assert found[rows[0]["prompt"]].tools_kwargs == rows[0]["tools_kwargs"]
+    assert found[rows[1]["prompt"]].row.tools_kwargs == only_tries
+    assert found[rows[0]["prompt"]].row.tools_kwargs == rows[0]["tools_kwargs"]
 
 
 def test_tools_kwargs_may_be_json_text() -> None:
     """As a column whose values have several types must be."""
     texts = [row("a") | {"tools_kwargs": json.dumps(row("", t)["tools_kwargs"])} for t in ("4",)]
-    found = Rows({"rows": table(texts)}, TOOLS)[texts[0]["prompt"]]
+    found = Rows({"rows": table(texts)}, TOOLS)[texts[0]["prompt"]].row
     assert found.tools_kwargs == {"check": {"create_kwargs": {"truth": "4"}}}
 
 
@@ -85,7 +85,7 @@ def test_equal_prompts_with_other_kwargs_are_refused_or_told_apart() -> None:
     apart = [row("guess", "4", id=0), row("guess", "6", id=1)]
     found = Rows({"rows": table(apart)}, TOOLS)
     for given_row in apart:
-        assert found[given_row["prompt"]].tools_kwargs == given_row["tools_kwargs"]
+        assert found[given_row["prompt"]].row.tools_kwargs == given_row["tools_kwargs"]
     Rows({"rows": [row("guess", "4"), row("guess", "4")]}, TOOLS)  # the same row twice is one
 
 

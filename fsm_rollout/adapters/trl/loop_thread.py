@@ -41,11 +41,12 @@ class LoopThread:
         finally:
             future.cancel()
 
-    def close(self) -> None:
-        """Cancel what runs, wait for it, end the thread. A second call does nothing."""
+    def close(self, *, wait: bool = True) -> None:
+        """Cancel what runs, end the thread and wait for that. A second call does nothing."""
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join()
+            if wait:
+                self._thread.join()
         self._thread = None
 
     def _serve(self, is_ready: threading.Event) -> None:

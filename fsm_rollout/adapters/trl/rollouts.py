@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.trl import rewards as trl_rewards
+from fsm_rollout.adapters.trl.environment import Environment
 from fsm_rollout.adapters.trl.loop_thread import LoopThread
-from fsm_rollout.adapters.trl.rows import Rows, RowSource
+from fsm_rollout.adapters.trl.rows import Played, Rows, RowSource
 from fsm_rollout.adapters.trl.trainer import (
     EXTRA,
     args_of,
@@ -28,9 +30,10 @@ from fsm_rollout.adapters.trl.trainer import (
     tokenizer_of,
 )
 from fsm_rollout.agent import Agent
+from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.limits import Limits, Status
+from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction
 from fsm_rollout.rollout import Rollout
@@ -53,6 +56,8 @@ class RolloutFunc:
     `max_concurrent` are those of Rollout. The sampling comes from the trainer's args, and from
     `max_completion_length` the limit `max_response` where `limits` has none.
 
+    `environment`: a class of TRL's `environment_factory`: its methods are tools beside `tools`, its
+    reward is that of the rollout unless `reward` is given.
     `engine`: default: the trainer's vLLM server if it uses one, else the trainer's model itself, in
     this process. `rows`: what is played, with its columns; default: the trainer's own datasets.
     `mask_truncated`: TRUNCATED samples have a reward, but nothing of them is trained; in place of
@@ -71,6 +76,7 @@ class RolloutFunc:
         tools: Toolset | Sequence[ToolSpec] = (),
         reward: RewardFunction | None = None,
         agent: Agent | None = None,
+        environment: Environment | None = None,
         limits: Limits | None = None,
         engine: Engine | None = None,
         rows: RowSource | None = None,
@@ -81,6 +87,12 @@ class RolloutFunc:
         listeners: Iterable[Listener] = (),
         guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
+        if environment is not None:
+            tools = [*(tools.classes.values() if isinstance(tools, Toolset) else tools)]
+            tools += environment.tools
+            if reward is None and environment.has_reward:
+                reward = environment.reward
+        self._environment = environment
         self._tools = tools if isinstance(tools, Toolset) else Toolset(tools)
         self._limits = limits
         self._engine = engine
@@ -106,10 +118,9 @@ class RolloutFunc:
         if self._rollout is None or self._trainer is not trainer:
             self._rollout = self._start(trainer)
         rollout = self._rollout
-        rows = self._rows_of(trainer)
-        requests = self._requests(rollout, [rows[prompt] for prompt in prompts], trainer)
+        entries = self._entries(prompts, trainer)
         with serving(rollout.loop.engine, trainer):
-            self._thread.run(play(rollout, requests))
+            requests = self._thread.run(play(rollout, entries, self._environment))
         return handed(
             requests,
             pad_id=tokenizer_of(trainer).pad_token_id,
@@ -122,6 +133,8 @@ class RolloutFunc:
         if self._rollout is not None:
             self._thread.run(self._rollout.loop.engine.close())
             self._thread.close()
+        if self._environment is not None:
+            self._environment.close()
         self._rollout = None
 
     def _start(self, trainer: GRPOTrainer) -> Rollout:
@@ -156,17 +169,16 @@ class RolloutFunc:
             self._rows[name] = Rows(sources, self._tools)
         return self._rows[name]
 
-    def _requests(
-        self, rollout: Rollout, rows: Sequence[Any], trainer: GRPOTrainer
-    ) -> list[Request]:
-        accelerator, requests = trainer.accelerator, []
+    def _entries(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Entry]:
+        rows, accelerator = self._rows_of(trainer), trainer.accelerator
+        entries: list[Entry] = []
         previous, group_index = None, 0
-        for row in rows:
-            if row.prompt != previous:  # the prompts of a group stand side by side
-                previous, group_index = row.prompt, next(self._groups)
+        for prompt in prompts:
+            if prompt != previous:  # those of a group stand side by side
+                previous, group_index = prompt, next(self._groups)
             index = next(self._played) * accelerator.num_processes + accelerator.process_index
-            requests.append(rollout.request(row, index=index, group_index=group_index))
-        return requests
+            entries.append(Entry(rows[prompt], index, group_index))
+        return entries
 
 
 def handed(
@@ -236,18 +248,51 @@ def _row(
     }
 
 
-async def play(rollout: Rollout, requests: Sequence[Request]) -> None:
-    """Play them all. What a listener of the user raises costs its request and no more."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one request is made of."""
+
+    played: Played
+    index: int
+    group_index: int
+
+
+async def play(
+    rollout: Rollout, entries: Iterable[Entry], environment: Environment | None = None
+) -> list[Request]:
+    """One request of each entry, played. What a listener of the user raises costs its request."""
     await rollout.start()
     gate = asyncio.Semaphore(rollout.max_concurrent)
 
-    async def one(request: Request) -> None:
+    async def one(entry: Entry) -> Request:
         async with gate:
+            if environment is None:
+                return await _run(rollout, entry.played.row, entry)
             try:
-                await rollout.run(request)
-            except Exception:
-                logger.exception("request %d was not played to its end", request.index)
+                async with environment.entered(
+                    *entry.played, timeout_s=rollout.limits.tool_timeout_s
+                ) as row:
+                    return await _run(rollout, row, entry)
+            except Exception as error:
+                logger.warning("request %d: reset failed", entry.index, exc_info=error)
+                request = _request(rollout, entry.played.row, entry)
+                request.error = f"reset of the environment failed: {error!r}"
+                rollout.loop.machine.fire(Event.ABORT, request, StopReason.TOOL_UNAVAILABLE)
+                return request
 
     async with asyncio.TaskGroup() as tasks:
-        for request in requests:
-            tasks.create_task(one(request))
+        playing = [tasks.create_task(one(entry)) for entry in entries]
+    return [task.result() for task in playing]
+
+
+async def _run(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
+    request = _request(rollout, row, entry)
+    try:
+        await rollout.run(request)
+    except Exception:
+        logger.exception("request %d was not played to its end", request.index)
+    return request
+
+
+def _request(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
+    return rollout.request(row, index=entry.index, group_index=entry.group_index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,13 @@ RowSource: TypeAlias = Sequence[Mapping[str, Any]]
 """a list of rows, or a `datasets.Dataset`, whose rows are read when they are needed"""
 
 _OWN = ("prompt", "id", "label", "tools_kwargs", "metadata")
+
+
+class Played(NamedTuple):
+    """A row for the loop, and the columns that it was made of."""
+
+    row: PromptRow
+    columns: Mapping[str, Any]
 
 
 class Rows:
@@ -39,7 +46,7 @@ class Rows:
                 checked_rows([prompt_row(row, where=f"{name}, row {number}")], tools)
                 self._add(name, number, row)
 
-    def __getitem__(self, prompt: Any) -> PromptRow:
+    def __getitem__(self, prompt: Any) -> Played:
         """The row with this prompt. Raises ConfigError when there is none."""
         try:
             name, number, _ = self._found[_digest(prompt)]
@@ -49,7 +56,8 @@ class Rows:
                 f"no row of {known} has the prompt {_short(prompt)}: give RolloutFunc the rows "
                 "that the trainer plays, as `rows`"
             ) from None
-        return prompt_row(self._sources[name][number], where=f"{name}, row {number}")
+        columns = self._sources[name][number]
+        return Played(prompt_row(columns, where=f"{name}, row {number}"), columns)
 
     def _add(self, name: str, number: int, row: Mapping[str, Any]) -> None:
         rest = _digest({column: value for column, value in row.items() if column != "prompt"})

@@ -20,9 +20,10 @@ import numpy as np
 
 from fsm_rollout.adapters.advantages import group_advantages
 from fsm_rollout.adapters.handover import sift
+from fsm_rollout.adapters.trl.environment import Environment
 from fsm_rollout.adapters.trl.loop_thread import LoopThread
-from fsm_rollout.adapters.trl.rollouts import play
-from fsm_rollout.adapters.trl.rows import RowSource, prompt_row
+from fsm_rollout.adapters.trl.rollouts import Entry, play
+from fsm_rollout.adapters.trl.rows import Played, RowSource, prompt_row
 from fsm_rollout.dataset import checked_rows
 from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.rollout import Rollout
@@ -43,10 +44,10 @@ class RolloutWorker:
     """`AsyncGRPOTrainer(..., rollout_worker=RolloutWorker(rollout, rows, num_generations=8))`.
 
     `rollout` samples as the trainer recomputes: its temperature is the trainer's. `rows` are played
-    in order, again and again: columns as in RolloutFunc, but prompts may be equal. `max_groups`:
-    groups that are played, or wait for room in the buffer. `max_buffered`: samples in the buffer.
-    `scale`: advantages are divided by the group's standard deviation. `first_group`: where a
-    resumed run goes on.
+    in order, again and again: columns as in RolloutFunc, but prompts may be equal. `environment`:
+    what `rollout` has the tools, and maybe the reward, of. `max_groups`: groups that are played, or
+    wait for room in the buffer. `max_buffered`: samples in the buffer. `scale`: advantages are
+    divided by the group's standard deviation. `first_group`: where a resumed run goes on.
 
     A request of several samples (forks, sub-agents) gives as many rows with one advantage; only
     samples that `handover.sift` lets through are put into the buffer, and the rest is logged.
@@ -59,6 +60,7 @@ class RolloutWorker:
         rows: RowSource,
         *,
         num_generations: int,
+        environment: Environment | None = None,
         max_groups: int = 16,
         max_buffered: int = 1_024,
         scale: bool = True,
@@ -76,6 +78,7 @@ class RolloutWorker:
         self.metrics_queue: queue.Queue[Any] | MPQueue[Any] = queue.Queue()  # the protocol's types
         self._rollout = rollout
         self._rows = rows
+        self._environment = environment
         self._num_generations = num_generations
         self._max_groups = max_groups
         self._scale = scale
@@ -104,6 +107,8 @@ class RolloutWorker:
         self._running.cancel()
         self._thread.run(self._rollout.loop.engine.close())
         self._thread.close()
+        if self._environment is not None:
+            self._environment.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Take note of the version that is live from now on."""
@@ -152,12 +157,11 @@ class RolloutWorker:
     async def _group(self, group_id: int) -> list[RolloutSample]:
         version, size = self._version, self._num_generations
         number = group_id % len(self._rows)
-        row = prompt_row(self._rows[number], where=f"row {number}")
-        requests = [
-            self._rollout.request(row, index=index, group_index=group_id)
-            for index in range(group_id * size, (group_id + 1) * size)
-        ]
-        await play(self._rollout, requests)
+        columns = self._rows[number]
+        played = Played(prompt_row(columns, where=f"row {number}"), columns)
+        indices = range(group_id * size, (group_id + 1) * size)
+        entries = [Entry(played, index, group_id) for index in indices]
+        requests = await play(self._rollout, entries, self._environment)
         aborted = [request for request in requests if not request.rows]
         samples, refused = sift(sample for request in requests for sample in request.rows)
         faults = [f"request {r.index} is {r.status} ({r.stop_reason}): {r.error}" for r in aborted]
