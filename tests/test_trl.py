@@ -37,6 +37,7 @@ from tests.trl_training import (
     rows,
     scripted,
     table,
+    taught_policy,
     trained,
     training,
 )
@@ -202,16 +203,24 @@ def test_evaluation_plays_the_rows_of_its_own_dataset(tmp_path: Path) -> None:
 def test_it_plays_where_an_event_loop_runs_already_and_leaves_the_model_as_it_was(
     tmp_path: Path,
 ) -> None:
+    model: Any = taught_policy()
+    seen: list[bool] = []
+
+    def look(_: Request) -> float:
+        seen.append(any(module.training for module in model.modules()))
+        return 1.0
+
     async def notebook(trainer: Any) -> dict[str, torch.Tensor]:
         return batch_of(trainer)
 
-    with training(RolloutFunc(tools=[Roll]), tmp_path) as trainer:
-        model: Any = trainer.model
+    with training(RolloutFunc(tools=[Roll], reward=look), tmp_path, model=model) as trainer:
         model.model.norm.eval()
         modes = [module.training for module in model.modules()]
         assert trained(asyncio.run(notebook(trainer))).any()
         assert [module.training for module in model.modules()] == modes
-        assert not all(modes)
+    assert seen == [False] * 4
+    assert True in modes
+    assert False in modes
 
 
 def test_a_server_plays_over_one_connection_pool_from_batch_to_batch(tmp_path: Path) -> None:

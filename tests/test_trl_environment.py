@@ -80,6 +80,7 @@ def played(
     script: Sequence[Answer],
     *,
     given: Sequence[dict[str, Any]] = ({"prompt": "Count."},),
+    max_concurrent: int = 8,
     **limits: Any,
 ) -> list[Request]:
     async def run() -> list[Request]:
@@ -89,6 +90,7 @@ def played(
             tools=environment.tools,
             reward=environment.reward if environment.has_reward else None,
             limits=Limits(max_context=4_096, **limits),
+            max_concurrent=max_concurrent,
         )
         entries = [
             Entry(Played(prompt_row(row, where=""), row), index, 0)
@@ -196,12 +198,16 @@ def test_an_object_that_hangs_is_dropped_with_its_thread() -> None:
             free.wait(20)
             return ""
 
+    Counter.made = 0
     environment = Environment(Hanging)
     script = [call("increment", step=1), "Done."]
-    [request] = played(environment, script, tool_timeout_s=0.2)
+    given = [{"prompt": "Count."}] * 2
+    requests = played(environment, script, given=given, max_concurrent=1, tool_timeout_s=0.2)
     free.set()
-    assert "timed out after 0.2 s" in request.samples[0].messages[2]["content"]
-    assert environment._idle == []
+    for request in requests:
+        assert request.stop_reason == "reward_error"  # nobody can ask it for its reward
+        assert "timed out after 0.2 s" in request.sample.messages[2]["content"]
+    assert Counter.made == 2  # the second did not get the first one's
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
