@@ -273,6 +273,8 @@ async def play(
                     *entry.played, timeout_s=rollout.limits.tool_timeout_s
                 ) as row:
                     return await _run(rollout, row, entry)
+            except ConfigError:
+                raise
             except Exception as error:
                 logger.warning("request %d: reset failed", entry.index, exc_info=error)
                 request = _request(rollout, entry.played.row, entry)
@@ -280,8 +282,11 @@ async def play(
                 rollout.loop.machine.fire(Event.ABORT, request, StopReason.TOOL_UNAVAILABLE)
                 return request
 
-    async with asyncio.TaskGroup() as tasks:
-        playing = [tasks.create_task(one(entry)) for entry in entries]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            playing = [tasks.create_task(one(entry)) for entry in entries]
+    except* ConfigError as faults:  # no request's fault, and each would have it
+        raise faults.exceptions[0] from faults
     return [task.result() for task in playing]
 
 
@@ -289,6 +294,8 @@ async def _run(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
     request = _request(rollout, row, entry)
     try:
         await rollout.run(request)
+    except ConfigError:
+        raise
     except Exception:
         logger.exception("request %d was not played to its end", request.index)
     return request
