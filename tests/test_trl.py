@@ -12,6 +12,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
+from fsm_rollout.rollout import Rollout
 from fsm_rollout.testing.fake_engine import FakeEngine
 from tests.trl_training import (
     TEMPERATURE,
@@ -74,12 +76,15 @@ def test_gradient_steps_through_rollouts_with_a_tool(tmp_path: Path) -> None:
     assert versions == [[0]] * 4 + [[1]] * 4  # the trainer's step
 
 
-@pytest.mark.parametrize("temperature", [0.8, TEMPERATURE])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 0.8}, {"temperature": TEMPERATURE}, {"temperature": 1.1, "top_p": 0.9}],
+)
 def test_trl_recomputes_the_log_probs_that_it_was_handed(
-    tmp_path: Path, temperature: float
+    tmp_path: Path, sampling: dict[str, float]
 ) -> None:
     func = RolloutFunc(tools=[Roll])
-    with training(func, tmp_path, temperature=temperature) as trainer:
+    with training(func, tmp_path, **sampling) as trainer:
         batch = batch_of(trainer)
         assert gap(trainer, batch) < 1e-3
     masked = batch["completion_mask"].bool() & ~trained(batch)
@@ -261,6 +266,31 @@ def test_requests_go_on_counting_after_a_resume(tmp_path: Path) -> None:
         trainer.state.global_step = 10
         batch_of(trainer)
     assert sorted(indices) == [40, 41, 42, 43]  # as many as ten steps played
+
+
+def test_metrics_of_the_batch_reach_the_trainers_log(tmp_path: Path) -> None:
+    def metrics(requests: Sequence[Request]) -> dict[str, float]:
+        return {"rollout/turns": sum(r.num_turns for r in requests) / len(requests)}
+
+    func = RolloutFunc(engine=scripted(["hi"]), reward=lambda _: 1.0, metrics=metrics)
+    with training(func, tmp_path, max_steps=1) as trainer:
+        trainer.train()
+        logs = trainer.state.log_history[0]
+    assert (logs["rollout/turns"], logs["reward_parts/reward"]) == (1.0, 1.0)
+
+
+def test_what_no_request_is_to_blame_for_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(*_: Any) -> None:
+        raise ConfigError("a reward that needs whole groups")
+
+    monkeypatch.setattr(Rollout, "run", run)
+    with (
+        training(RolloutFunc(engine=scripted(["hi"])), tmp_path) as trainer,
+        pytest.raises(ConfigError, match="a reward that needs whole groups"),
+    ):
+        batch_of(trainer)
 
 
 # -- what must not be trained on -------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.adapters.trl import Environment, RolloutFunc
+from fsm_rollout.adapters.trl import Environment, RolloutFunc, RolloutWorker
 from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, prompt_row
 from fsm_rollout.engines.scripted import Answer, Reply, ScriptedEngine
@@ -220,6 +220,25 @@ def test_the_trainer_is_handed_what_an_environment_earned(tmp_path: Path) -> Non
         assert sorted(trainer._logs["rewards"]["reward"]) == [1.0, 1.0, 11.0, 11.0]
     assert trained(batch).any(1).all()
     assert not trained(batch).all()
+
+
+def test_a_worker_plays_environments_too() -> None:
+    environment = Environment(Counter)
+    rollout = Rollout(
+        scripted([call("increment", step=1), "Done."]),
+        TOKENIZER,
+        tools=environment.tools,
+        reward=environment.reward,
+    )
+    given = rows(2, start=lambda n: 10 * n)
+    worker = RolloutWorker(rollout, given, num_generations=2, environment=environment)
+    worker.start()
+    try:
+        samples = [worker.rollout_buffer.get(timeout=20) for _ in range(4)]
+    finally:
+        worker.stop()
+    rewards = {(s.group_id % 2, s.metrics["reward"]) for s in samples}
+    assert rewards <= {(0, 1.0), (1, 11.0)}
 
 
 def test_what_is_no_environment_is_refused() -> None:

@@ -156,7 +156,10 @@ def _said(prompt: str | list[dict[str, Any]], observation: Any) -> str | list[di
     """The prompt with an observation at the end of its last message, as TRL puts it there."""
     if observation is None:
         return prompt
-    text = text_of(observation)
+    try:
+        text = text_of(observation)
+    except ConfigError as error:
+        raise ToolError(f"what reset returned {error}") from error
     if isinstance(prompt, str):
         return prompt + text
     *earlier, last = prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from fsm_rollout.adapters.trl.loop_thread import LoopThread
 from fsm_rollout.adapters.trl.rows import Played, Rows, RowSource
 from fsm_rollout.adapters.trl.trainer import (
     EXTRA,
+    METRICS,
     args_of,
     engine_of,
     is_training,
@@ -61,7 +62,8 @@ class RolloutFunc:
     `engine`: default: the trainer's vLLM server if it uses one, else the trainer's model itself, in
     this process. `rows`: what is played, with its columns; default: the trainer's own datasets.
     `mask_truncated`: TRUNCATED samples have a reward, but nothing of them is trained; in place of
-    the trainer's `mask_truncated_completions`, which goes by the last token.
+    the trainer's `mask_truncated_completions`, which goes by the last token. `metrics`: what to log
+    of each batch; the reward function `reward` hands it to the trainer's trackers.
 
     A sample that TRL must not have (ABORTED, no reward, an invariant broken, forked) becomes a row
     of one padding token: masked, with `env_reward` None and the reason in `refused`. It trains
@@ -81,6 +83,7 @@ class RolloutFunc:
         engine: Engine | None = None,
         rows: RowSource | None = None,
         mask_truncated: bool = False,
+        metrics: Callable[[Sequence[Request]], Mapping[str, float]] | None = None,
         parser: str = "hermes",
         chat_template: str | None = None,
         max_concurrent: int = 256,
@@ -99,6 +102,7 @@ class RolloutFunc:
         self._given_rows = None if rows is None else Rows({"rows": rows}, self._tools)
         self._rows: dict[str, Rows] = {}
         self._mask_truncated = mask_truncated
+        self._metrics = metrics
         self._options: dict[str, Any] = {
             "tools": self._tools,
             "reward": reward,
@@ -113,7 +117,7 @@ class RolloutFunc:
         self._rollout: Rollout | None = None
         self._thread = LoopThread("fsm-rollout")
 
-    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+    def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Play each prompt once: TRL repeats them. Returns its three keys, `env_mask` and EXTRA."""
         if self._rollout is None or self._trainer is not trainer:
             self._rollout = self._start(trainer)
@@ -121,12 +125,13 @@ class RolloutFunc:
         entries = self._entries(prompts, trainer)
         with serving(rollout.loop.engine, trainer):
             requests = self._thread.run(play(rollout, entries, self._environment))
-        return handed(
+        found = handed(
             requests,
             pad_id=tokenizer_of(trainer).pad_token_id,
             rewards=trl_rewards.reward in trainer.reward_funcs,
             mask_truncated=self._mask_truncated,
         )
+        return found if self._metrics is None else found | {METRICS: self._metrics(requests)}
 
     def close(self) -> None:
         """Close the engine, a given one too, and end the thread; for a process that goes on."""
@@ -285,7 +290,7 @@ async def play(
     try:
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(one(entry)) for entry in entries]
-    except* ConfigError as faults:  # no request's fault, and each would have it
+    except BaseExceptionGroup as faults:  # no request's fault, and each would have it
         raise faults.exceptions[0] from faults
     return [task.result() for task in playing]
 

@@ -26,6 +26,8 @@ EXTRA = (
     "env_reward", "reward_parts", "status", "stop_reason", "num_turns", "sample_id", "refused",
 )  # fmt: skip
 """keys beside TRL's own, one value per row; reward functions get them as keyword arguments"""
+METRICS = "rollout_metrics"
+"""the same dict of the whole batch for each row"""
 
 
 def misfits(trainer: GRPOTrainer, *, engine: Engine | None) -> Iterator[str]:
@@ -70,7 +72,7 @@ def misfits(trainer: GRPOTrainer, *, engine: Engine | None) -> Iterator[str]:
     if engine is None and not args.use_vllm and _is_sharded(trainer):
         yield "the model is sharded, and cannot be sampled in this process: give an engine"
     columns = set(getattr(trainer.train_dataset, "column_names", None) or ())
-    if taken := sorted(columns.intersection(EXTRA)):
+    if taken := sorted(columns.intersection([*EXTRA, METRICS])):
         yield f"train_dataset has the columns {', '.join(taken)}, which are keys of rollouts"
     if images := sorted(columns & {"image", "images"}):
         yield f"train_dataset has {images[0]}, and rollouts are of text only"
