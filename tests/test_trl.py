@@ -81,7 +81,7 @@ def test_gradient_steps_through_rollouts_with_a_tool(tmp_path: Path) -> None:
     [{"temperature": 0.8}, {"temperature": TEMPERATURE}, {"temperature": 1.1, "top_p": 0.9}],
 )
 def test_trl_recomputes_the_log_probs_that_it_was_handed(
-    tmp_path: Path, sampling: dict[str, float]
+    tmp_path: Path, sampling: dict[str, Any]
 ) -> None:
     func = RolloutFunc(tools=[Roll])
     with training(func, tmp_path, **sampling) as trainer:

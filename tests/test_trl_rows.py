@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.gsm8k import rows as gsm8k
 from fsm_rollout.adapters.trl.rollouts import handed
 from fsm_rollout.adapters.trl.rows import Rows
 from fsm_rollout.codec import Codec
@@ -87,6 +88,13 @@ def test_equal_prompts_with_other_kwargs_are_refused_or_told_apart() -> None:
     for given_row in apart:
         assert found[given_row["prompt"]].row.tools_kwargs == given_row["tools_kwargs"]
     Rows({"rows": [row("guess", "4"), row("guess", "4")]}, TOOLS)  # the same row twice is one
+
+
+def test_the_rows_of_gsm8k_fit_as_they_are_written_for_trl() -> None:
+    given = gsm8k.rows(gsm8k.QUESTIONS, to="trl")
+    found = Rows({"train_dataset": table(given)}, Toolset(["gsm8k"]))
+    for one in given:
+        assert found[one["prompt"]].row.label == one["label"]
 
 
 @pytest.mark.parametrize(
