@@ -29,6 +29,8 @@ from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.states.machine import Machine, Transition
+from fsm_rollout.states.table import Event
 from fsm_rollout.testing.fake_engine import FakeEngine
 from tests.trl_training import (
     TEMPERATURE,
@@ -409,6 +411,18 @@ def test_a_fault_costs_its_own_sample(
     assert [len(ids) for ids in kept["completion_ids"]] == [3, 1, 3, 3]
 
 
+def test_a_listener_that_raises_costs_its_sample(tmp_path: Path) -> None:
+    def raises_once(done: Transition) -> None:
+        if done.request.index == 1:
+            raise KeyError("mine")
+
+    func = RolloutFunc(engine=scripted(["hi"]), reward=lambda _: 1.0, listeners=[raises_once])
+    with training(func, tmp_path) as trainer:
+        refused = func([rows(1)[0]["prompt"]] * 3, trainer)["refused"]
+    assert [bool(why) for why in refused] == [False, True, False]
+    assert "it was not played to its end: KeyError('mine')" in refused[1]
+
+
 def test_forks_do_not_fit_into_one_row(tmp_path: Path) -> None:
     request = Request("q", limits=Limits())
     func = graded(["hi"], rewards={0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0})
@@ -424,9 +438,6 @@ def test_forks_do_not_fit_into_one_row(tmp_path: Path) -> None:
 
 
 def fork_of_two() -> Request:
-    from fsm_rollout.states.machine import Machine
-    from fsm_rollout.states.table import Event
-
     machine, request = Machine(), Request("q")
     request.set_prompt([1, 2])
     machine.fire(Event.GENERATE, request)

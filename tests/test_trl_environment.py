@@ -7,13 +7,17 @@ import pytest
 pytest.importorskip("trl")
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsm_rollout.adapters.trl import Environment, RolloutFunc, RolloutWorker
+import torch
+from trl.chat_template_utils import qwen2_5_chat_template
+
+from fsm_rollout.adapters.trl import Environment, RolloutFunc, RolloutWorker, reward
 from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, prompt_row
 from fsm_rollout.engines.scripted import Answer, Reply, ScriptedEngine
@@ -23,7 +27,15 @@ from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.registry import Toolset
-from tests.trl_training import batch_of, rows, scripted, trained, training
+from tests.trl_training import (
+    batch_of,
+    prompt,
+    rows,
+    scripted,
+    taught,
+    trained,
+    training,
+)
 
 TOKENIZER = tiny_tokenizer()
 
@@ -220,6 +232,68 @@ def test_the_trainer_is_handed_what_an_environment_earned(tmp_path: Path) -> Non
         assert sorted(trainer._logs["rewards"]["reward"]) == [1.0, 1.0, 11.0, 11.0]
     assert trained(batch).any(1).all()
     assert not trained(batch).all()
+
+
+class Adder:
+    """What both loops play below."""
+
+    def reset(self, start: int = 0, **_: Any) -> None:
+        self.value = start
+
+    def add(self, step: int) -> str:
+        """
+        Add.
+
+        Args:
+            step: How much.
+        """
+        self.value += step
+        return str(self.value)
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_trls_own_loop_gives_the_same_ids_mask_and_reward(tmp_path: Path) -> None:
+    """The same class and policy, almost greedy. Only the schemas in the two prompts differ."""
+    tokenizer = tiny_tokenizer(qwen2_5_chat_template)
+    row: dict[str, Any] = {"prompt": prompt(0), "start": 2}
+    script = [call("add", step=3), "Done."]
+    ours = RolloutFunc(environment=Environment(Adder), engine=scripted(script))
+    with training(ours, tmp_path, dataset=[row], tokenizer=tokenizer, num_generations=4) as trainer:
+        said = ours([row["prompt"]], trainer)
+    theirs: Any = tokenizer.apply_chat_template(
+        row["prompt"], tools=[Adder().add], add_generation_prompt=True, return_dict=False
+    )
+    policy = taught(
+        [
+            (context, said["completion_ids"][0], said["env_mask"][0])
+            for context in (said["prompt_ids"][0], theirs)
+        ]
+    )
+    batches = []
+    for options in (
+        {"rollout_func": RolloutFunc(environment=Environment(Adder))},
+        {"rollout_func": None, "trainer_kwargs": {"environment_factory": Adder}},
+    ):
+        func: Any = options.pop("rollout_func")
+        with training(
+            func,
+            tmp_path,
+            dataset=[row],
+            tokenizer=copy.deepcopy(tokenizer),
+            model=copy.deepcopy(policy),
+            reward_funcs=[reward] if func else [],
+            num_generations=4,
+            temperature=0.05,
+            **options,
+        ) as trainer:
+            batches.append(batch_of(trainer))
+            assert set(*trainer._logs["rewards"].values()) == {5.0}
+    for name in ("completion_ids", "completion_mask", "tool_mask"):
+        assert torch.equal(batches[0][name], batches[1][name])
+    assert batches[0]["completion_ids"][0].tolist() == said["completion_ids"][0]
 
 
 def test_a_worker_plays_environments_too() -> None:

@@ -66,23 +66,29 @@ def tiny_policy() -> PreTrainedModel:
     return model
 
 
+def taught(lessons: Sequence[tuple[list[int], list[int], list[int]]]) -> PreTrainedModel:
+    """A policy that was fitted to each (context, completion, mask)."""
+    model = tiny_policy()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for step in range(70 * len(lessons)):
+        context, completion, mask = lessons[step % len(lessons)]
+        ids = torch.tensor([*context, *completion])
+        trains = torch.tensor([*(0 for _ in context), *mask]).bool()
+        output: Any = model(input_ids=ids[None], labels=torch.where(trains, ids, -100)[None])
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 @cache
 def _taught() -> PreTrainedModel:
     rollout = Rollout(ScriptedEngine([CALL, "6"], tokenizer=TOKENIZER), TOKENIZER, tools=[Roll])
     [group] = fsm_rollout.run(rollout.generate(rows(1)))
     [sample] = group.samples
-    ids = torch.tensor(sample.tokens.tolist())[None]
-    mask = torch.tensor([0] * sample.prompt_length + sample.loss_mask.tolist())
-    labels = torch.where(mask.bool(), ids, -100)
-    model = tiny_policy()
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for _ in range(70):
-        output: Any = model(input_ids=ids, labels=labels)
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
+    ids, start = sample.tokens.tolist(), sample.prompt_length
+    return taught([(ids[:start], ids[start:], sample.loss_mask.tolist())])
 
 
 def taught_policy() -> PreTrainedModel:

@@ -301,7 +301,8 @@ async def _run(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
         await rollout.run(request)
     except ConfigError:
         raise
-    except Exception:
+    except Exception as error:
+        request.error = f"it was not played to its end: {error!r}"
         logger.exception("request %d was not played to its end", request.index)
     return request
 
