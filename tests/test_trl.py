@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("trl")
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -177,6 +178,46 @@ def test_the_example_takes_a_step(tmp_path: Path) -> None:
         check=True,
     )
     assert re.search(r"^step   1  reward [01]\.\d\d  calls .* s$", done.stdout, re.MULTILINE)
+
+
+RANK = """
+import sys
+from pathlib import Path
+from fsm_rollout.adapters.trl import RolloutFunc
+from tests.trl_training import Roll, rows, training
+
+played = []
+
+def note(request):
+    played.append(request.index)
+    return request.num_tool_calls + request.sample.response_length / 100
+
+func = RolloutFunc(tools=[Roll], reward=note)
+options = {"dataset": rows(4), "per_device_train_batch_size": 2, "num_generations": 4}
+with training(func, Path(sys.argv[1]), temperature=0.8, **options) as trainer:
+    trainer.train()
+    weights = float(sum(weight.sum() for weight in trainer.model.parameters()))
+    print("rank", trainer.accelerator.process_index, sorted(played), weights)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_share_a_group_and_no_index(tmp_path: Path) -> None:
+    script, root = tmp_path / "rank.py", Path(__file__).parents[1]
+    script.write_text(RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ranks = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    indices = [line.partition("]")[0] for line in ranks]
+    assert indices == ["rank 0 [0, 2, 4, 6", "rank 1 [1, 3, 5, 7"]
+    assert len({line.rpartition(" ")[2] for line in ranks}) == 1  # the same weights
 
 
 def test_evaluation_plays_the_rows_of_its_own_dataset(tmp_path: Path) -> None:
