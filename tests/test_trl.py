@@ -26,8 +26,9 @@ from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
+from fsm_rollout.metrics import Alarm, metrics_of
 from fsm_rollout.request import Request
-from fsm_rollout.rollout import Rollout
+from fsm_rollout.rewards import RewardPart
 from fsm_rollout.testing.fake_engine import FakeEngine
 from tests.trl_training import (
     TEMPERATURE,
@@ -306,25 +307,25 @@ def test_requests_go_on_counting_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_metrics_of_the_batch_reach_the_trainers_log(tmp_path: Path) -> None:
+    alarm = Alarm(default=0.1)
+
     def metrics(requests: Sequence[Request]) -> dict[str, float]:
-        return {"rollout/turns": sum(r.num_turns for r in requests) / len(requests)}
+        found = metrics_of(requests)
+        return found | alarm(found)
 
     func = RolloutFunc(engine=scripted(["hi"]), reward=lambda _: 1.0, metrics=metrics)
     with training(func, tmp_path, max_steps=1) as trainer:
         trainer.train()
         logs = trainer.state.log_history[0]
-    assert (logs["rollout/turns"], logs["reward_parts/reward"]) == (1.0, 1.0)
+    assert (logs["rollout/turns/mean"], logs["rollout/requests"]) == (1.0, 4.0)
+    assert (logs["rollout/abort/alarm"], logs["rollout/reward_part/reward/mean"]) == (0.0, 1.0)
 
 
-def test_what_no_request_is_to_blame_for_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run(*_: Any) -> None:
-        raise ConfigError("a reward that needs whole groups")
-
-    monkeypatch.setattr(Rollout, "run", run)
+def test_what_no_request_is_to_blame_for_ends_the_run(tmp_path: Path) -> None:
+    part = RewardPart(lambda requests: [1.0] * len(requests), group=True)
+    func = RolloutFunc(engine=scripted(["hi"]), reward=part)
     with (
-        training(RolloutFunc(engine=scripted(["hi"])), tmp_path) as trainer,
-        pytest.raises(ConfigError, match="a reward that needs whole groups"),
+        training(func, tmp_path) as trainer,
+        pytest.raises(ConfigError, match=r"the reward .* is a group's"),
     ):
         batch_of(trainer)

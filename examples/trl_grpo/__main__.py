@@ -1,7 +1,7 @@
 """`python -m examples.trl_grpo`: TRL's GRPOTrainer on rollouts that this package plays.
 
 SmolLM2-135M-Instruct learns two-digit arithmetic with a calculator, on the CPU. Each step prints
-its mean reward (the share of right answers), calls per rollout, and where its seconds went.
+its mean reward (the share of right answers), calls per rollout, and its seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from examples.demo.arithmetic import reward as is_right
 from examples.demo.arithmetic import rows
-from fsm_rollout import Limits, Request
+from fsm_rollout import Limits
 from fsm_rollout.adapters.trl import RolloutFunc, reward
 from fsm_rollout.testing.smollm2 import smollm2_dir
 
@@ -28,28 +28,19 @@ from fsm_rollout.testing.smollm2 import smollm2_dir
 class Report(TrainerCallback):
     """One line per step."""
 
-    def __init__(self) -> None:
-        self.played: list[Request] = []
-
-    def note(self, request: Request) -> float:
-        """The reward of a rollout; it is called once for each."""
-        self.played.append(request)
-        return is_right(request)
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.started = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = state.log_history[-1]
         if "reward" in logs:
-            calls = sum(request.num_tool_calls for request in self.played) / len(self.played)
             print(
-                f"step {state.global_step:3}  reward {logs['reward']:.2f}  calls {calls:.2f}  "
-                f"tokens {logs['completions/mean_length']:.0f}  loss {logs['loss']:+.3f}  "
+                f"step {state.global_step:3}  reward {logs['reward']:.2f}  "
+                f"calls {logs['rollout/tool_calls/mean']:.2f}  "
+                f"tokens {logs['rollout/trained_length/mean']:.0f}  loss {logs['loss']:+.3f}  "
                 f"{time.monotonic() - self.started:.1f} s",
                 flush=True,
             )
-            self.played.clear()
 
 
 def main() -> None:
@@ -63,12 +54,12 @@ def main() -> None:
     parser.add_argument("--out", default="trl-out")
     options = parser.parse_args()
 
-    path, report = smollm2_dir(), Report()
+    path = smollm2_dir()
     problems = rows(options.steps * options.prompts, options.seed, tool=True)
     rollouts = RolloutFunc(
         tools=["calculator"],
         chat_template="hermes",
-        reward=report.note,
+        reward=is_right,
         limits=Limits(max_context=2_048, max_new_tokens=48, max_turns=4),
     )
     trainer = GRPOTrainer(
@@ -77,7 +68,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": p.prompt, "label": p.label} for p in problems]),
         rollout_func=rollouts,
         reward_funcs=reward,
-        callbacks=[report],
+        callbacks=[Report()],
         args=GRPOConfig(
             options.out,
             max_steps=options.steps,

@@ -18,22 +18,17 @@ _KNOWS = "_leaves_out_refused"
 
 def reward(
     env_reward: Sequence[float | None],
-    reward_parts: Sequence[Mapping[str, float]] = (),
     rollout_metrics: Sequence[Mapping[str, float]] = (),
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> Rewards:
     """The reward of each rollout as it is: `GRPOTrainer(reward_funcs=reward)`. None stays None.
 
-    Logs the mean of each part, over the rollouts that have it, as `reward_parts/<name>`, and what
-    `RolloutFunc(metrics=...)` says of the batch.
+    Logs what `RolloutFunc(metrics=...)` says of the batch.
     """
     if log_metric is not None:
         for name, value in next(iter(rollout_metrics), {}).items():
             log_metric(name, value)
-        for name in sorted({name for parts in reward_parts for name in parts}):
-            values = [parts[name] for parts in reward_parts if name in parts]
-            log_metric(f"reward_parts/{name}", sum(values) / len(values))
     return list(env_reward)
 
 

@@ -35,8 +35,9 @@ from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.metrics import metrics_of
 from fsm_rollout.request import Request
-from fsm_rollout.rewards import RewardFunction
+from fsm_rollout.rewards import RewardFunction, RewardPart, Rewards
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
 from fsm_rollout.states.guards import Guard
@@ -76,14 +77,14 @@ class RolloutFunc:
         self,
         *,
         tools: Toolset | Sequence[ToolSpec] = (),
-        reward: RewardFunction | None = None,
+        reward: RewardFunction | RewardPart | Rewards | None = None,
         agent: Agent | None = None,
         environment: Environment | None = None,
         limits: Limits | None = None,
         engine: Engine | None = None,
         rows: RowSource | None = None,
         mask_truncated: bool = False,
-        metrics: Callable[[Sequence[Request]], Mapping[str, float]] | None = None,
+        metrics: Callable[[Sequence[Request]], Mapping[str, float]] = metrics_of,
         parser: str = "hermes",
         chat_template: str | None = None,
         max_concurrent: int = 256,
@@ -125,13 +126,13 @@ class RolloutFunc:
         entries = self._entries(prompts, trainer)
         with serving(rollout.loop.engine, trainer):
             requests = self._thread.run(play(rollout, entries, self._environment))
-        found = handed(
+        rows = handed(
             requests,
             pad_id=tokenizer_of(trainer).pad_token_id,
             rewards=trl_rewards.reward in trainer.reward_funcs,
             mask_truncated=self._mask_truncated,
         )
-        return found if self._metrics is None else found | {METRICS: self._metrics(requests)}
+        return rows | {METRICS: dict(self._metrics(requests))}
 
     def close(self) -> None:
         """Close the engine, a given one too, and end the thread; for a process that goes on."""

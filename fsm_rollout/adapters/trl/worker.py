@@ -26,6 +26,7 @@ from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, RowSource, prompt_row
 from fsm_rollout.dataset import checked_rows
 from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.metrics import metrics_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
 
@@ -70,6 +71,11 @@ class RolloutWorker:
         for name, value in least.items():
             if (given := locals()[name]) < value:
                 raise ConfigError(f"RolloutWorker: {name} must be >= {value}, got {given}")
+        if names := rollout.loop.rewards.by_group:
+            raise ConfigError(
+                f"RolloutWorker: the reward {names[0]!r} is a group's, and requests "
+                "are scored one by one; give the rollout a reward without it"
+            )
         if not len(rows):
             raise ConfigError("RolloutWorker: no rows")
         for number, row in enumerate(rows):
@@ -171,13 +177,8 @@ class RolloutWorker:
             logger.warning(
                 "group %d: %d left out: %s", group_id, len(faults), "; ".join(faults[:3])
             )
-        self.metrics_queue.put(
-            {
-                "rollout/requests_total": float(size),
-                "rollout/aborted_total": float(len(aborted)),
-                "rollout/refused_total": float(len(refused)),
-            }
-        )
+        refusals = {"rollout/refused_total": float(len(refused))}
+        self.metrics_queue.put(metrics_of(requests) | refusals)
         advantages = group_advantages(samples, scale=self._scale)
         return [
             rollout_sample(sample, advantage=advantage, model_version=version)
@@ -206,8 +207,8 @@ def rollout_sample(sample: Sample, *, advantage: float, model_version: int) -> R
     assert log_probs is not None  # `sift` looked
     messages: list[dict[str, Any]] = [dict(message) for message in sample.messages]
     played = [message for message in messages if message.pop("span") is not None]
-    metrics = {"reward": float(sample.reward or 0.0), "rollout/turns": float(sample.num_turns)}
-    metrics |= {f"reward_parts/{name}": part for name, part in sample.reward_parts.items()}
+    metrics = {"reward": float(sample.reward or 0.0)}
+    metrics |= {f"rewards/{name}": part for name, part in sample.reward_parts.items()}
     return RolloutSample(
         prompt=messages[: len(messages) - len(played)],
         completion=played,
