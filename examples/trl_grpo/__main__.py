@@ -7,6 +7,7 @@ its mean reward (the share of right answers), calls per rollout, and its seconds
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import time
 from typing import Any
@@ -34,10 +35,10 @@ class Report(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = state.log_history[-1]
         if "reward" in logs:
+            calls = logs.get("rollout/tool_calls/mean", math.nan)  # absent: all were aborted
             print(
-                f"step {state.global_step:3}  reward {logs['reward']:.2f}  "
-                f"calls {logs['rollout/tool_calls/mean']:.2f}  "
-                f"tokens {logs['rollout/trained_length/mean']:.0f}  loss {logs['loss']:+.3f}  "
+                f"step {state.global_step:3}  reward {logs['reward']:.2f}  calls {calls:.2f}  "
+                f"tokens {logs['completions/mean_length']:.0f}  loss {logs['loss']:+.3f}  "
                 f"{time.monotonic() - self.started:.1f} s",
                 flush=True,
             )
