@@ -272,11 +272,12 @@ def test_trls_own_loop_gives_the_same_ids_mask_and_reward(tmp_path: Path) -> Non
             for context in (said["prompt_ids"][0], theirs)
         ]
     )
-    batches = []
-    for options in (
+    loops: list[dict[str, Any]] = [
         {"rollout_func": RolloutFunc(environment=Environment(Adder))},
         {"rollout_func": None, "trainer_kwargs": {"environment_factory": Adder}},
-    ):
+    ]
+    batches = []
+    for options in loops:
         func: Any = options.pop("rollout_func")
         with training(
             func,
