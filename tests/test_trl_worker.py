@@ -179,7 +179,8 @@ def test_a_dead_engine_is_reported_and_does_not_make_it_spin() -> None:
         return DEAD
 
     with working(dead) as worker:
-        time.sleep(0.5)
+        worker.metrics_queue.get(timeout=20)  # the first group is over
+        time.sleep(0.2)
         with pytest.raises(RolloutError, match=r"no sample for .* the server is on fire"):
             worker.check_health(0.1)
         worker.check_health(60)
@@ -208,12 +209,13 @@ def test_the_buffer_is_bounded_and_goes_on_when_there_is_room() -> None:
 
 
 def test_stop_ends_what_runs_and_releases_its_tools() -> None:
-    released = threading.Event()
+    runs, released = threading.Event(), threading.Event()
 
     class Slow(Tool):
         """Slow."""
 
         async def execute(self) -> str:
+            runs.set()
             await asyncio.sleep(60)
             return ""
 
@@ -222,7 +224,7 @@ def test_stop_ends_what_runs_and_releases_its_tools() -> None:
 
     slow = '<tool_call>\n{"name": "slow", "arguments": {}}\n</tool_call>'
     with working([slow], tools=[Slow]) as worker:
-        time.sleep(0.3)
+        assert runs.wait(20)
         started = time.monotonic()
         worker.stop()
         worker.stop()
@@ -238,7 +240,8 @@ def test_an_engine_that_cannot_start_is_reported() -> None:
 
         worker._rollout.loop.engine.start = start  # type: ignore[attr-defined]
         worker.start()
-        time.sleep(0.2)
+        assert worker._running is not None
+        worker._running.exception(timeout=20)
         with pytest.raises(RolloutError, match="it died: ConfigError\\('wrong log-probs'\\)"):
             worker.check_health(60)
         with pytest.raises(RolloutError, match="started already"):
