@@ -7,7 +7,9 @@ import pytest
 pytest.importorskip("torch")
 
 import asyncio
+import copy
 import itertools
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,50 @@ def test_without_a_cache_nothing_is_kept() -> None:
     with watched() as passes:
         serve(use, cache_tokens=0)
     assert [len(tokens) for tokens in passes[-2:]] == [30, 30]
+
+
+def test_after_forget_nothing_of_the_old_weights_is_used_and_tokens_carry_the_version() -> None:
+    model, prompt = copy.deepcopy(tiny_llama()), ids(3, 50)
+
+    async def use(engine: TransformersEngine) -> tuple[Generation, list[int], Generation]:
+        first = await ask(engine, prompt, 8, session="s", seed=1, **NEVER)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.1)
+        engine.forget(weight_version="step-1")
+        history = [*prompt, *sampled(first)]
+        return first, history, await ask(engine, history, 8, session="s", seed=2, **NEVER)
+
+    first, history, second = serve(use, model=model)
+    expected = plain_log_probs(history, sampled(second), model=model)
+    assert second.log_probs is not None
+    assert second.log_probs.tolist() == pytest.approx(expected, abs=1e-4)
+    assert (first.weight_versions, second.weight_versions) == ((), (("step-1", 8),))
+
+
+def test_forget_ends_what_runs_with_what_it_has() -> None:
+    running, told = threading.Event(), threading.Event()
+
+    def hold(_: list[int]) -> None:
+        running.set()
+        told.wait()
+
+    async def use(engine: TransformersEngine) -> list[Generation]:
+        asked = [ask(engine, ids(i, 6), 9, request=f"{i}", seed=i, **NEVER) for i in range(3)]
+        tasks = [asyncio.create_task(coroutine) for coroutine in asked]
+        with watched(hold):
+            await asyncio.to_thread(running.wait)
+            engine.forget(weight_version=1)
+            told.set()
+            replies = await asyncio.gather(*tasks)
+        return [*replies, await ask(engine, ids(9, 6), 2, **NEVER)]
+
+    *ended, after = serve(use, max_batch=2)  # the third waits for its turn
+    assert [(reply.finish, reply.weight_versions) for reply in ended] == [("abort", ())] * 3
+    assert [len(reply.token_ids) for reply in ended] in ([1, 1, 0], [1, 0, 0])
+    for i, reply in enumerate(ended):
+        assert_log_probs_are_plain(ids(i, 6), reply)
+    assert after.weight_versions == ((1, 2),)
 
 
 def tiny(config: Any) -> PreTrainedModel:

@@ -116,6 +116,12 @@ class Batcher:
             if row.request_id == request_id:
                 self._leave(row, "abort")
 
+    def forget(self) -> None:
+        """Keep no sequence, since the weights have changed; what runs ends with what it has."""
+        for row in [*self._rows, *self._waiting]:
+            self._leave(row, "abort")
+        self._kept.clear()
+
     def fail_all(self, message: str, reason: StopReason) -> None:
         """End every request, running or waiting, with an EngineError, and keep no sequence."""
         for row in [*self._rows, *self._waiting]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fsm_rollout.engines.base import Generation, SamplingParams, checked
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
+from fsm_rollout.replay import WeightVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +34,9 @@ class TransformersEngine:
     """Serves `model`: a directory or name that transformers can load, or a loaded PreTrainedModel.
 
     A loaded model keeps its device and dtype and is put in eval mode; leave it alone while requests
-    run. Log-probs are log_softmax(logits / temperature) over the full vocabulary in float32, before
+    run, and call `forget` when you have changed its weights.
+
+    Log-probs are log_softmax(logits / temperature) over the full vocabulary in float32, before
     top-k and top-p; at temperature 0 (greedy) those of temperature 1. In float32 they agree with a
     plain forward pass to about 1e-4; in bfloat16 to a few 1e-1, as the model itself rounds.
     With a seed, a request's tokens do not depend on what else runs, but for ties within rounding.
@@ -77,7 +81,8 @@ class TransformersEngine:
         self._batcher = Batcher(
             loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, cache_tokens=cache_tokens
         )
-        self._inbox: SimpleQueue[Row | str | None] = SimpleQueue()  # request, id to abort, the end
+        self._weight_version: WeightVersion = None
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="transformers-engine", daemon=True)
         self._thread.start()
@@ -97,7 +102,8 @@ class TransformersEngine:
         row = self._row(columns, max_new_tokens, params, request_id, session_id, media)
         if self._closed:
             raise EngineError("the engine is closed", reason=StopReason.NO_ENGINE, final=True)
-        self._inbox.put(row)
+        version = self._weight_version
+        self._inbox.put(partial(self._batcher.add, row))
         token_ids, log_probs, finish = await asyncio.wrap_future(row.answer)
         return checked(
             token_ids,
@@ -106,13 +112,23 @@ class TransformersEngine:
             max_new_tokens=max_new_tokens,
             vocab_size=self._vocab_size,
             matched=int(token_ids[-1]) if finish == "stop" else None,
+            weight_versions=() if version is None else [(version, len(token_ids))],
             prompt_tokens=row.prompt_size,
             engine_id="transformers",
         )
 
     async def abort(self, request_id: str) -> None:
         """Take the request out before the next step; its `generate` returns what it has."""
-        self._inbox.put(request_id)
+        self._inbox.put(partial(self._batcher.abort, request_id))
+
+    def forget(self, *, weight_version: WeightVersion = None) -> None:
+        """Say that the model's weights have changed: after each optimizer step, before `generate`.
+
+        Keys and values of the old weights are dropped, and requests that still run are aborted as
+        by `abort`. From now on tokens carry `weight_version` (None: it is not known).
+        """
+        self._weight_version = weight_version
+        self._inbox.put(self._batcher.forget)
 
     async def close(self) -> None:
         """Fail what is pending, stop the thread, free the caches. A second call does nothing."""
@@ -178,17 +194,14 @@ class TransformersEngine:
         self._batcher.fail_all("the engine was closed", StopReason.NO_ENGINE)
 
     def _receive(self) -> bool:
-        """Hand the batcher what has arrived; wait while there is nothing to do. False: closed."""
+        """Do what callers asked of the batcher; wait while there is nothing. False: closed."""
         wait = self._batcher.is_idle
         while wait or not self._inbox.empty():
             wait = False
-            match self._inbox.get():
-                case None:
-                    return False
-                case str(request_id):
-                    self._batcher.abort(request_id)
-                case row:
-                    self._batcher.add(row)
+            work = self._inbox.get()
+            if work is None:
+                return False
+            work()
         return True
 
 
