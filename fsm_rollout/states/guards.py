@@ -134,11 +134,19 @@ def not_sealed(request: Request) -> bool:
     return not request.is_sealed
 
 
-@guard(lambda r: f"stop reason {r.stop_reason} cannot be resumed (error: {r.error or 'none'})")
+@guard(
+    lambda r: (
+        f"stop reason {r.stop_reason} cannot be resumed, or the last turn left nothing to go on "
+        f"with (error: {r.error or 'none'})"
+    )
+)
 def resumable(request: Request) -> bool:
-    """The tokens so far are good: the request may go on from them."""
-    reason = request.stop_reason
-    return reason is not None and reason.resumable and not request.final
+    """The tokens so far are good, and the last turn is no end: the request may go on from them."""
+    reason, turns = request.stop_reason, request.samples[-1].turns
+    if reason is None or not reason.resumable or request.final:
+        return False
+    is_over = bool(turns) and turns[-1].kind == "model" and not turns[-1].is_open
+    return not is_over or needs_observation(request)
 
 
 @guard(lambda r: "its tools were released: only a retry can open new ones")

@@ -164,7 +164,10 @@ class Reference:
             case "not_sealed":
                 return not self.is_sealed
             case "resumable":
-                return self.reason is not None and self.reason.resumable and not self.final
+                last = self.turns[-1] if self.turns else None
+                is_over = last is not None and last.kind == "model" and not last.is_open
+                goes_on = not is_over or self.allows("needs_observation")
+                return bool(self.reason and self.reason.resumable and not self.final and goes_on)
             case "tools_alive":
                 return self.alive is not False
             case "retryable":

@@ -291,10 +291,8 @@ class Player:
 
 
 def _may_go_on(request: Request) -> bool:
-    """Interrupted where a turn or its tools can go on; not while a finished one was scored."""
-    turns = request.sample.turns
-    is_over = bool(turns) and turns[-1].finish not in (None, "abort") and not turns[-1].calls
-    return request.stop_reason in ASKED_FOR and resumable(request) and not is_over
+    """Interrupted, by whoever ends the step, where a turn or its tools can go on."""
+    return request.stop_reason in ASKED_FOR and resumable(request)
 
 
 def _slime_is_aborting() -> bool:

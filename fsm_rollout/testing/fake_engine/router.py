@@ -63,6 +63,7 @@ class FakeRouter:
         worker = self.workers[number % len(self.workers)]
         headers = {"Content-Type": "application/json"} | ({ROUTING_KEY: key} if key else {})
         body = await request.read()
+        response: web.StreamResponse | None = None
         try:
             async with self._session.post(worker + "/generate", data=body, headers=headers) as got:
                 response = web.StreamResponse(
@@ -73,6 +74,10 @@ class FakeRouter:
                     await response.write(chunk)
                 return response
         except aiohttp.ClientError as error:
+            if response is not None and response.prepared:  # what was begun cannot be taken back
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
             return web.json_response({"error": {"message": f"{worker}: {error}"}}, status=503)
 
     async def _health(self, request: web.Request) -> web.Response:
