@@ -101,7 +101,7 @@ def to_response(value: Any) -> ToolResponse:
 
 
 def _schema(base: Any) -> dict[str, Any]:
-    schema = getattr(base, "tool_schema", None)
+    schema: Any = getattr(base, "tool_schema", None)
     if hasattr(schema, "model_dump"):
         schema = schema.model_dump(exclude_unset=True, exclude_none=True)
     function = schema.get("function") if isinstance(schema, Mapping) else None

@@ -78,7 +78,7 @@ class VerlEngine:
         return self._generation(output, columns, max_new_tokens, params)
 
     async def abort(self, request_id: str) -> None:
-        """Nothing: verl's client can't abort one request; its servers abort all, for new weights."""
+        """Nothing: verl's client can't abort one request; its servers abort all at once."""
 
     async def close(self) -> None:
         """Nothing: the client is the trainer's."""
@@ -123,7 +123,8 @@ def version_of(extra: Mapping[str, Any]) -> WeightVersion:
     step = extra.get("global_steps")
     first, last = extra.get("min_global_steps", step), extra.get("max_global_steps", step)
     if first is None or last is None or first == last:
-        return last if first is None else first
+        known: WeightVersion = last if first is None else first
+        return known
     return f"{first}..{last}"
 
 

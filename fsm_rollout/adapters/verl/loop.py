@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsm_rollout.adapters.tensors import trained
+from fsm_rollout.adapters.handover import trained
 from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, row_of, rows_of
-from fsm_rollout.adapters.verl.player import player_of
+from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -41,66 +41,61 @@ class FsmAgentLoop:
     ) -> None:
         from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-        # verl gives its own tools under the name of the entry's `tools`: those are in its registry
-        entry = _agent_loop_registry.get(name, {"name": name})
+        # verl's own tools come in place of the entry's `tools`; the registry has the whole entry
+        settings = settings_of(_agent_loop_registry.get(name, {"name": name}))
         loaded = getattr(tools, "tools", ())
-        self._player = player_of(
-            trainer_config.config, server_manager, tokenizer, loaded, settings_of(entry)
-        )
-        self._pad_id = pad_id_of(tokenizer)
+        self._player = player_of(trainer_config.config, server_manager, tokenizer, loaded, settings)
 
     async def run(
         self, sampling_params: dict[str, Any], **columns: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The trajectory of a row with these `columns`: one output for V0, a list for V1.
 
-        V1 gives each session a `session_id`; for it an ABORTED request has no output, and its
-        siblings stay a group. V0 needs one, so there it has a stand-in with mask 0; its reward is
-        0.0 where the rollout itself gives rewards. FsmAgentLoopManager does better: it knows the
-        group.
+        V1 gives each session a `session_id`. There an ABORTED request has no output, and its
+        siblings remain a group. V0 takes one row of each: here a stand-in with mask 0, and reward
+        0.0 where the rollout gives rewards. FsmAgentLoopManager knows the group, and does better.
         """
         [request] = await self._player.play(columns, sampling_params)
         if "session_id" in columns:
-            return self.outputs(request, f"{columns['uid']}_{columns['session_id']}")
-        reward = 0.0 if self._player.gives_rewards else None
-        row, _ = row_of(request, pad_id=self._pad_id, reward=reward)
-        sample_id = f"{self._player.run_id}-{request.samples[0].sample_id}"
-        return output_of(self._player.leaves_rewards, request, row, sample_id)
-
-    def outputs(self, request: Request, session: str) -> list[AgentLoopOutput]:
-        """One output per sample, under the keys that V1 stores them by."""
-        rows = rows_of(request, pad_id=self._pad_id)
-        return [
-            output_of(self._player.leaves_rewards, request, row, f"{session}_{number}")
-            for number, row in enumerate(rows)
-        ]
+            return outputs_of(self._player, request)
+        sample, has_outcome = row_of(request, pad_id=self._player.pad_id)
+        output = output_of(self._player, request, sample)
+        output.extra_fields["is_stand_in"] = not has_outcome
+        if not has_outcome and self._player.gives_rewards:
+            _reward(output, 0.0)  # without one, verl would drop the rewards of the whole batch
+        return output
 
 
-def output_of(
-    leaves_rewards: bool, request: Request, sample: Sample, sample_id: str
-) -> AgentLoopOutput:
-    """One sample as verl's AgentLoopOutput. A reward of ours is final: verl's loop sees it."""
+def outputs_of(player: Player, request: Request) -> list[AgentLoopOutput]:
+    """One output for each sample of a request."""
+    return [output_of(player, request, row) for row in rows_of(request, pad_id=player.pad_id)]
+
+
+def output_of(player: Player, request: Request, sample: Sample) -> AgentLoopOutput:
+    """One sample as verl's AgentLoopOutput.
+
+    Its reward is the request's: V1 compares the last outputs of sessions, and gives the others
+    their reward. Where there is one, verl's reward loop is not asked.
+    """
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-    extra = extra_fields(request, sample, sample_id=sample_id)
-    reward = None if leaves_rewards else sample.reward
-    if reward is not None:
-        extra["reward_extra_info"] = {"score": reward}
-    log_probs, experts = sample.rollout_log_probs, sample.rollout_routed_experts
-    return AgentLoopOutput(
+    log_probs = sample.rollout_log_probs
+    output = AgentLoopOutput(
         prompt_ids=sample.tokens[: sample.prompt_length].tolist(),
         response_ids=sample.tokens[sample.prompt_length :].tolist(),
         response_mask=trained(sample).tolist(),
         response_logprobs=None if log_probs is None else log_probs.tolist(),
-        routed_experts=experts,
-        reward_score=reward,
         num_turns=len(sample.turns) + 1,
-        metrics=AgentLoopMetrics(**metrics_of(request, request.samples)),
-        extra_fields=extra,
+        metrics=AgentLoopMetrics(**metrics_of(request)),
+        extra_fields=extra_fields(request, sample),
     )
+    if sample.rollout_routed_experts is not None:
+        output.routed_experts = sample.rollout_routed_experts
+    if player.gives_rewards and request.reward is not None:
+        _reward(output, request.reward)
+    return output
 
 
-def pad_id_of(tokenizer: Any) -> int:
-    """What fills verl's tensors."""
-    pad_id = tokenizer.pad_token_id
-    return 0 if pad_id is None else int(pad_id)
+def _reward(output: AgentLoopOutput, reward: float) -> None:
+    output.reward_score = reward
+    output.extra_fields["reward_extra_info"] = {"score": reward}

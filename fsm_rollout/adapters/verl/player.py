@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import count
 from typing import Any
+from uuid import uuid4
 
 from fsm_rollout.adapters.verl.engine import PRIORITY, VerlEngine
 from fsm_rollout.adapters.verl.settings import (
@@ -48,31 +48,27 @@ class Player:
     def __init__(
         self, config: Any, client: Any, tokenizer: Any, tools: Sequence[Any], settings: LoopSettings
     ) -> None:
-        rollout = config.actor_rollout_ref.rollout
-        self.settings = settings
-        self.kind = settings.log_prob_kind or log_prob_kind_of(rollout)
-        check_training(rollout, self.kind)
+        its = config.actor_rollout_ref.rollout
+        self._settings = settings
+        self._kind = settings.log_prob_kind or log_prob_kind_of(its)
+        check_training(its, self._kind)
         self._config, self._tokenizer = config, tokenizer
-        self._engine = VerlEngine(client, log_prob_kind=self.kind)
-        self._limits = limits_of(rollout, settings.limits)
+        self._engine = VerlEngine(client, log_prob_kind=self._kind)
+        self._limits = limits_of(its, settings.limits)
         named = {cls.name: cls for cls in map(find_tool, settings.tools)}
-        side = rollout.multi_turn.tool_response_truncate_side
+        side = its.multi_turn.tool_response_truncate_side
         self._tools = [*named.values(), *verl_tools(tools, truncate_side=side).values()]
-        is_ours = settings.reward not in (None, "verl")
-        self._reward = imported(settings.reward) if is_ours and settings.reward else None
+        is_verls = settings.reward in (None, "verl")
+        self._reward = None if is_verls else imported(str(settings.reward))
         self._rollouts: dict[tuple[Any, ...], Rollout] = {}
-        self._unplayable = count(1)
-        self._rollout((), None)  # what can't run says so now
-
-    @property
-    def run_id(self) -> str:
-        """Begins the ids of this process's samples."""
-        return self._rollout((), None).loop.run_id
-
-    @property
-    def leaves_rewards(self) -> bool:
-        """verl's reward loop decides, whatever the rollout says."""
-        return self.settings.reward == "verl"
+        rollout = self._rollout((), None)  # what can't run says so now
+        self.pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        """what fills verl's tensors"""
+        says = self._reward or any(
+            "calc_reward" in rollout.tools[t].own_hooks for t in rollout.tools
+        )
+        self.gives_rewards = settings.reward != "verl" and bool(says)
+        """False: verl's reward loop is asked"""
 
     async def play(
         self, columns: Mapping[str, Any], sampling_params: Mapping[str, Any], *, n: int = 1
@@ -92,6 +88,9 @@ class Player:
         except ConfigError as error:
             logger.error("row %s cannot be played: %s", columns.get("index", "?"), error)
             return [self._refused(row, columns, error) for _ in range(n)]
+        for request in group.requests:
+            for sample in {*request.samples, *request.rows}:  # other processes count from 0, too
+                sample.sample_id = f"{rollout.loop.run_id}-{sample.sample_id}"
         return group.requests
 
     def _rollout(self, selection: tuple[str, ...], params: SamplingParams | None) -> Rollout:
@@ -100,7 +99,7 @@ class Player:
         if (known := self._rollouts.get(key)) is None:
             base = self._make(selection) if params is None else self._rollout(selection, None)
             known = base if params is None else base.variant(params=params)
-            if params is not None and not fits(self.kind, params):
+            if params is not None and not fits(self._kind, params):
                 known.log_probs = False  # an evaluation's sampling: nothing will be trained on it
             self._rollouts[key] = known
         return known
@@ -110,13 +109,15 @@ class Player:
         by_name: dict[str, type[Tool]] = Toolset(self._tools).classes
         if strange := [name for name in selection if name not in by_name]:
             known = ", ".join(by_name) or "none"
-            raise ConfigError(f"tool_selection names no tool of this run: {strange} (tools: {known})")
+            raise ConfigError(
+                f"tool_selection names no tool of this run: {strange} (tools: {known})"
+            )
         tools = Toolset([by_name[name] for name in selection] or self._tools)
         codec = Codec(
             self._tokenizer,
             tools=tools.schemas,
-            parser=self.settings.parser or rollout.multi_turn.format,
-            chat_template=self.settings.chat_template,
+            parser=self._settings.parser or rollout.multi_turn.format,
+            chat_template=self._settings.chat_template,
             template_kwargs=self._config.data.get("apply_chat_template_kwargs") or {},
         )
         return Rollout(
@@ -133,10 +134,12 @@ class Player:
     ) -> Request:
         """A request that says why it was never played."""
         prompt = columns.get("raw_prompt") if row is None else row.prompt
-        request = Request(prompt=prompt, index=-next(self._unplayable))
+        log_probs = bool(self._config.actor_rollout_ref.rollout.calculate_log_probs)
+        request = Request(prompt=prompt, log_probs=log_probs)
         request.error, request.final = f"the row cannot be played: {error}", True
         Machine().fire(Event.ABORT, request, StopReason.INVARIANT)
         request.seal()
+        request.sample.sample_id = f"{uuid4().hex[:12]}-refused"
         return request
 
 

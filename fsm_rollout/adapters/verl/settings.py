@@ -93,8 +93,8 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
         strange.append(f"repetition_penalty={params['repetition_penalty']!r}")
     if strange:
         raise ConfigError(
-            f"sampling parameters that fsm_rollout does not pass on: {', '.join(strange)}; log-probs "
-            "under them would not be those of the policy"
+            f"sampling parameters that fsm_rollout does not pass on: {', '.join(strange)}; "
+            "log-probs under them would not be those of the policy"
         )
     return SamplingParams(
         temperature=float(params["temperature"]),
@@ -122,8 +122,8 @@ def check_training(rollout: Any, kind: LogProbKind) -> None:
     )
     if rollout.calculate_log_probs and not fits(kind, params):
         raise ConfigError(
-            f"rollout samples with temperature {params.temperature:g}, top_p {params.top_p:g}, top_k "
-            f"{params.top_k}, and its log-probs are {kind} ones: not log_softmax(logits / "
+            f"rollout samples with temperature {params.temperature:g}, top_p {params.top_p:g}, "
+            f"top_k {params.top_k}, and its log-probs are {kind} ones: not log_softmax(logits / "
             "temperature), which the trainer recomputes. Set top_p=1 and top_k=-1 with "
             "logprobs_mode=processed_logprobs, or calculate_log_probs=False"
         )
@@ -147,6 +147,7 @@ def row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow:
             for name, hooks in (columns.get("tools_kwargs") or {}).items()
             if hooks is not None and (name in tools or not extra.get("tool_selection"))
         },
+        id=str(columns.get("index", "")),
         where=f"row {columns.get('index', '?')}",
     )
 
@@ -173,7 +174,9 @@ def imported(dotted: str) -> RewardFunction:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:
-        raise ConfigError(f"reward {dotted!r} is not an importable `module:name`: {error!r}") from error
+        raise ConfigError(
+            f"reward {dotted!r} is not an importable `module:name`: {error!r}"
+        ) from error
     if not callable(found):
         raise ConfigError(f"reward {dotted!r} is {found!r}; it must be a function of a request")
     return cast("RewardFunction", found)
