@@ -3,6 +3,9 @@
 Imports verl, so only a test that has skipped without it imports this.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio
@@ -42,8 +45,8 @@ _MODEL = {
 """verl reads the type alone: no weights are loaded"""
 ENTRY = {"name": "fsm", "_target_": "fsm_rollout.adapters.verl.FsmAgentLoop"}
 TOKENIZER = tiny_tokenizer()
-PAD: int = TOKENIZER.pad_token_id  # type: ignore[assignment]
-EOS: int = TOKENIZER.eos_token_id  # type: ignore[assignment]
+PAD: Any = TOKENIZER.pad_token_id
+EOS: Any = TOKENIZER.eos_token_id
 
 
 @cache
@@ -52,7 +55,11 @@ def folder() -> Path:
     path = Path(tempfile.mkdtemp(prefix="fsm-verl-"))
     TOKENIZER.save_pretrained(path)
     (path / "config.json").write_text(json.dumps(_MODEL))
-    for name, classes in {"check": ["Check"], "plain": ["Plain"], "both": ["Check", "Plain"]}.items():
+    for name, classes in {
+        "check": ["Check"],
+        "plain": ["Plain"],
+        "both": ["Check", "Plain"],
+    }.items():
         tools = [
             {
                 "class_name": f"tests.real_verl.tools.{cls}",
@@ -94,7 +101,7 @@ def config(
     if tools:
         values["multi_turn.tool_config_path"] = folder() / f"{tools}.yaml"
     with initialize_config_dir(
-        config_dir=str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None
+        config_dir=str(Path(str(verl.__file__)).parent / "trainer" / "config"), version_base=None
     ):
         return compose(
             "ppo_trainer",
@@ -138,11 +145,11 @@ class Client:
 
 def said(text: str, *, log_probs: Any = "made up", stop: str = "completed", **extra: Any) -> Any:
     """A TokenOutput of a text and the end of its turn, unless it was cut."""
-    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)  # type: ignore[assignment]
+    ids: Any = TOKENIZER.encode(text, add_special_tokens=False)
     if stop != "length":
         ids.append(EOS)
     if log_probs == "made up":
-        log_probs = [-0.01 * (number + 1) for number in range(len(ids))]
+        log_probs = [-0.01 * (number % 97 + 1) for number in range(len(ids))]
     steps = {"global_steps": 3, "min_global_steps": 3, "max_global_steps": 3}
     return TokenOutput(
         token_ids=ids, log_probs=log_probs, stop_reason=stop, extra_fields={**steps, **extra}

@@ -3,6 +3,9 @@
 One ray session for all; the servers are a scripted client, everything else is verl's own.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import time
@@ -14,19 +17,18 @@ import numpy as np
 import pytest
 
 pytest.importorskip("verl")
-tq = pytest.importorskip("transfer_queue")
-pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
+pytest.importorskip("transfer_queue")
 
-import ray  # noqa: E402
-import torch  # noqa: E402
-from verl.experimental.agent_loop.agent_loop import AgentLoopManager  # noqa: E402
-from verl.protocol import DataProto  # noqa: E402
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ  # noqa: E402
-from verl.utils import tensordict_utils  # noqa: E402
+import ray
+import torch
+import transfer_queue as tq
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.utils import tensordict_utils
 
-from fsm_rollout.adapters.verl import FsmAgentLoopManager, FsmAgentLoopManagerTQ  # noqa: E402
-from fsm_rollout.errors import HandOverError  # noqa: E402
-from tests.real_verl.setting import (  # noqa: E402
+from fsm_rollout.adapters.verl import FsmAgentLoopManager, FsmAgentLoopManagerTQ
+from fsm_rollout.errors import HandOverError
+from tests.real_verl.setting import (
     EMPTY,
     PAD,
     PROMPT,
@@ -37,6 +39,8 @@ from tests.real_verl.setting import (  # noqa: E402
     rows,
     said,
 )
+
+pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
 
 RIGHT, DONE = said(call(answer="42")), said("It is 42.")
 WRONG = said(call(answer="41"))
@@ -107,7 +111,7 @@ def test_v0_a_row_without_an_outcome_earns_what_its_group_does() -> None:
 
 def test_v0_a_batch_without_any_outcome_is_refused() -> None:
     manager = FsmAgentLoopManager.create(config=config(), llm_client=Client([EMPTY]))
-    with pytest.raises(HandOverError, match="none of 2 rows has an outcome.*the engine aborted"):
+    with pytest.raises(HandOverError, match=r"none of 2 rows has an outcome.*the engine aborted"):
         manager.generate_sequences(rows(2))
 
 
@@ -130,11 +134,11 @@ def stored(
     tq.kv_batch_put(keys=uids, partition_id=partition, tags=[dict(tag) for _ in uids])
     manager.generate_sequences(prompts)
     deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        tags = {k: t for k, t in tq.kv_list()[partition].items() if k.split("_")[0] in uids}
-        if all(tags[uid]["status"] in ("finished", "failure") for uid in uids):
-            break
+    tags: dict[str, Any] = {}
+    while not tags or any(tags[uid]["status"] in ("pending", "running") for uid in uids):
+        assert time.monotonic() < deadline, tags
         time.sleep(0.2)
+        tags = {k: t for k, t in tq.kv_list()[partition].items() if k.split("_")[0] in uids}
     keys = sorted(key for key in tags if "_" in key)
     data = tq.kv_batch_get(keys=keys, partition_id=partition) if keys else None
     tq.kv_clear(keys=list(tags), partition_id=partition)
@@ -152,8 +156,9 @@ def test_v1_our_manager_stores_what_verls_stores() -> None:
     )
     verls, ours = data
     assert {*ours.keys()} == {*verls.keys()}
-    for name in verls.keys():
+    for name in {*verls.keys()}:
         theirs, mine = verls[name], ours[name]
+        assert type(mine) is type(theirs), name
         if isinstance(theirs, torch.Tensor):
             assert mine.dtype == theirs.dtype, name
             pairs = zip(mine.unbind(), theirs.unbind(), strict=True)
@@ -164,11 +169,11 @@ def test_v1_our_manager_stores_what_verls_stores() -> None:
         assert {*tag} == {prefix, f"{prefix}_0_0", f"{prefix}_1_0"}
         assert tag[prefix]["status"] == "finished"
     assert tags[0]["v_0_0"] == tags[1]["o_0_0"]
-    extra = ours["extra_fields"].tolist()[0]
+    extra = next(iter(ours["extra_fields"]))
     assert extra["status"] == "completed"
     assert extra["turn_scores"] == [1.0, None]
     assert extra["reward_extra_info"] == {"score": 0.75}
-    assert {*extra} == {*verls["extra_fields"].tolist()[0]}
+    assert {*extra} == {*next(iter(verls["extra_fields"]))}
 
 
 @pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])

@@ -1,5 +1,8 @@
 """Tools as verl's users write them; `EVENTS` tells what was called with what."""
 
+# mypy: disable-error-code="import-not-found,import-untyped,misc"
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import asyncio

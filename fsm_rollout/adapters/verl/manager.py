@@ -78,23 +78,22 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         columns = [{name: values[i] for name, values in given.items()} for i in range(len(batch))]
         players = {name: self.player(name) for name in dict.fromkeys(given["agent_name"])}
         validate = bool(batch.meta_info.get("validate", False))
-        groups: defaultdict[tuple[Any, bool], list[int]] = defaultdict(list)
-        for number, row in enumerate(columns):
-            does_sample = validate or bool(row.pop("__do_sample__", True))
-            groups[row.get("uid", number), does_sample].append(number)
+        does_sample = [validate or bool(row.pop("__do_sample__", True)) for row in columns]
         played: dict[int, Row] = {}
 
-        async def play(numbers: list[int], does_sample: bool) -> None:
-            player = players[columns[numbers[0]]["agent_name"]]
-            params = self.sampling_params(validate=validate, does_sample=does_sample)
-            requests = await player.play(columns[numbers[0]], params, n=len(numbers))
-            for number, request in zip(numbers, requests, strict=True):
-                played[number] = await self._row(player, request, columns[number])
+        async def play(numbers: list[int]) -> None:
+            first = numbers[0]
+            player = players[columns[first]["agent_name"]]
+            params = self.sampling_params(validate=validate, does_sample=does_sample[first])
+            requests = await player.play(columns[first], params, n=len(numbers))
+            pairs = zip(numbers, requests, strict=True)
+            rows = [self._row(player, request, columns[number]) for number, request in pairs]
+            played.update(zip(numbers, await asyncio.gather(*rows), strict=True))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for (_, does_sample), numbers in groups.items():
-                    tasks.create_task(play(numbers, does_sample))
+                for numbers in _groups(columns, does_sample):
+                    tasks.create_task(play(numbers))
         except BaseExceptionGroup as bugs:  # nothing that a row, a tool or a server did
             raise bugs.exceptions[0] from bugs
         return self._batch([played[number] for number in range(len(batch))], batch)
@@ -191,14 +190,36 @@ class FsmAgentLoopManager(AgentLoopManager):
         if output.non_tensor_batch["is_stand_in"].all():
             why = ", ".join(sorted(set(output.non_tensor_batch["error"].tolist()))[:3])
             raise HandOverError(
-                f"none of {len(output)} rows has an outcome, and on a batch without a trained token "
-                f"verl's loss is 0 / 0. They say: {why}"
+                f"none of {len(output)} rows has an outcome, and verl's loss of a batch without a "
+                f"trained token is 0 / 0. They say: {why}"
             )
         groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
         keys = fill_neutral(output.batch, output.non_tensor_batch, groups)
         if "rm_scores" in output.batch:
             output.meta_info["reward_extra_keys"] = keys
         return output
+
+
+def _groups(columns: Sequence[dict[str, Any]], does_sample: Sequence[bool]) -> list[list[int]]:
+    """The numbers of rows that are samples of one prompt: the same `uid`, and the same to play."""
+    groups: defaultdict[tuple[Any, bool], list[list[int]]] = defaultdict(list)
+    for number, row in enumerate(columns):
+        known = groups[row.get("uid", number), does_sample[number]]
+        for numbers in known:
+            if _is_same(columns[numbers[0]], row):
+                numbers.append(number)
+                break
+        else:
+            known.append([number])
+    return [numbers for known in groups.values() for numbers in known]
+
+
+def _is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = ("raw_prompt", "tools_kwargs", "agent_name", "extra_info", "reward_model")
+    try:
+        return all(bool(row.get(name) == other.get(name)) for name in names)
+    except ValueError:  # arrays in them: rather played apart than taken for one
+        return False
 
 
 def objects(values: Sequence[Any]) -> npt.NDArray[Any]:

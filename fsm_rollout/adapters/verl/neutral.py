@@ -35,9 +35,8 @@ def fill_neutral(
         columns[key] = _filled([info.get(key) for info in infos], is_stand_in, groups)
     if scores is not None and is_stand_in.any():
         neutral = _filled(scores, is_stand_in, groups)
-        last = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(-1) - 1
         for row in np.flatnonzero(is_stand_in).tolist():
-            batch["rm_scores"][row, last[row]] = float(neutral[row])
+            batch["rm_scores"][row, 0] = float(neutral[row])  # its response is one token
     return keys
 
 
