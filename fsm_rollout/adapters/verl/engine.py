@@ -40,7 +40,7 @@ class VerlEngine:
 
     def __init__(self, client: Any, *, log_prob_kind: LogProbKind = "scaled") -> None:
         self._client = client
-        self._log_prob_kind = log_prob_kind
+        self._log_prob_kind: LogProbKind = log_prob_kind
 
     async def generate(
         self,

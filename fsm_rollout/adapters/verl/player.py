@@ -23,7 +23,7 @@ from fsm_rollout.adapters.verl.settings import (
 )
 from fsm_rollout.codec import Codec
 from fsm_rollout.dataset import PromptRow
-from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import StopReason
@@ -50,7 +50,7 @@ class Player:
     ) -> None:
         its = config.actor_rollout_ref.rollout
         self._settings = settings
-        self._kind = settings.log_prob_kind or log_prob_kind_of(its)
+        self._kind: LogProbKind = settings.log_prob_kind or log_prob_kind_of(its)
         check_training(its, self._kind)
         self._config, self._tokenizer = config, tokenizer
         self._engine = VerlEngine(client, log_prob_kind=self._kind)
