@@ -14,7 +14,7 @@ from fsm_rollout.adapters.verl.settings import (
     check_training,
     limits_of,
     log_prob_kind_of,
-    row_of,
+    prompt_row_of,
     sampling_of,
     settings_of,
 )
@@ -122,7 +122,7 @@ def test_a_row_of_verls_dataset() -> None:
         "index": 7,
         "agent_name": "fsm",
     }
-    row = row_of(columns, ["check"])
+    row = prompt_row_of(columns, ["check"])
     assert row.prompt == [{"role": "user", "content": "2 + 2?"}]
     assert row.label == "4"
     assert row.tools_kwargs == {"check": {"create_kwargs": {"truth": "4"}}}
@@ -130,11 +130,20 @@ def test_a_row_of_verls_dataset() -> None:
     assert {*row.metadata} == {"reward_model", "extra_info", "data_source", "index"}
 
 
+@pytest.mark.parametrize("prompt", [None, "2 + 2?", [["user", "2 + 2?"]]])
+def test_a_row_without_messages(prompt: Any) -> None:
+    columns = {} if prompt is None else {"raw_prompt": prompt}
+    with pytest.raises(ConfigError, match=r"raw_prompt must hold a list of messages"):
+        prompt_row_of(columns, [])
+
+
 def test_kwargs_of_tools_that_a_row_left_out_are_left_out() -> None:
     columns = {"raw_prompt": [], "tools_kwargs": {"check": {"create_kwargs": {}}}}
-    assert row_of(columns, []).tools_kwargs == columns["tools_kwargs"]  # a mistake: it is refused
+    assert (
+        prompt_row_of(columns, []).tools_kwargs == columns["tools_kwargs"]
+    )  # a mistake: it is refused
     chosen = {**columns, "extra_info": {"tool_selection": ["another"]}}
-    assert row_of(chosen, ["another"]).tools_kwargs == {}
+    assert prompt_row_of(chosen, ["another"]).tools_kwargs == {}
 
 
 @given(

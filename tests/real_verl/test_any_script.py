@@ -32,7 +32,7 @@ from tests.real_verl.setting import (
     said,
 )
 
-pytestmark = pytest.mark.real_verl
+pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
 
 SETTINGS = config(response_length=160)
 LOUD = said("x" * 40, log_probs=[float("nan")] * 41)

@@ -96,7 +96,7 @@ def test_v0_one_row_per_input_over_two_workers(manager_cls: Any) -> None:
 
 def test_v0_a_row_without_an_outcome_earns_what_its_group_does() -> None:
     manager = FsmAgentLoopManager.create(
-        config=config(entry={"reward": "tests.real_verl.rewards:length"}),
+        config=config(entry={"reward": "tests.real_verl.parts:length"}),
         llm_client=Client([said("four")], [said("a longer one")], [EMPTY], [DONE]),
     )
     out = manager.generate_sequences(rows(4, uid=["a", "a", "a", "b"]))
@@ -174,6 +174,21 @@ def test_v1_our_manager_stores_what_verls_stores() -> None:
     assert extra["turn_scores"] == [1.0, None]
     assert extra["reward_extra_info"] == {"score": 0.75}
     assert {*extra} == {*next(iter(verls["extra_fields"]))}
+
+
+@pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])
+def test_v1_all_samples_of_a_session_have_its_reward(manager_cls: Any) -> None:
+    parts = {
+        "agent": "tests.real_verl.parts:summarises",
+        "reward": "tests.real_verl.parts:length",
+    }
+    uid = f"m{manager_cls.__name__}"
+    client = Client([said("a long answer"), said("short")])
+    tags, data = stored(manager_cls, config(entry=parts, n=1), client, [uid])
+    assert {*tags} == {uid, f"{uid}_0_0", f"{uid}_0_1"}
+    rewards = [row.tolist() for row in data["rm_scores"].unbind()]
+    assert [sum(row) for row in rewards] == [len("short") + 1] * 2
+    assert all(mask.all() for mask in data["response_mask"].unbind())
 
 
 @pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])

@@ -22,7 +22,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, HandOverError
 from tests.real_verl.setting import (
     EMPTY,
     PAD,
@@ -38,7 +38,7 @@ from tests.real_verl.setting import (
 )
 from tests.real_verl.tools import EVENTS
 
-pytestmark = pytest.mark.real_verl
+pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
 
 WAYS = pytest.mark.parametrize("worker", [AgentLoopWorker, FsmAgentLoopWorker])
 RIGHT, DONE = said(call(answer="42")), said("It is 42.")
@@ -309,9 +309,18 @@ def test_a_row_that_cannot_be_played_says_why(worker: Any) -> None:
     assert is_stand_in(out, 1)
 
 
+@WAYS
+def test_v0_has_no_place_for_several_samples_of_a_request(worker: Any) -> None:
+    settings = config(entry={"agent": "tests.real_verl.parts:summarises"})
+    with pytest.raises(HandOverError, match="has 2 samples, and verl's V0 takes one row"):
+        played(worker, settings, Client([DONE]), rows(1))
+
+
 def test_what_cannot_run_says_so_before_it_starts() -> None:
     with pytest.raises(ConfigError, match="did you mean 'limits'"):
         played(FsmAgentLoopWorker, config(entry={"limit": {}}), Client([DONE]), rows(1))
+    with pytest.raises(ConfigError, match="reward 'nowhere:f' is not an importable"):
+        played(FsmAgentLoopWorker, config(entry={"reward": "nowhere:f"}), Client([DONE]), rows(1))
     with pytest.raises(ConfigError, match="top_p=1"):
         played(FsmAgentLoopWorker, config(top_p=0.9), Client([DONE]), rows(1))
     with pytest.raises(ConfigError, match=r"plays fsm_rollout\.adapters\.verl\.FsmAgentLoop alone"):

@@ -18,8 +18,9 @@ from fsm_rollout.adapters.verl.settings import (
     imported,
     limits_of,
     log_prob_kind_of,
-    row_of,
+    prompt_row_of,
     sampling_of,
+    selection_of,
 )
 from fsm_rollout.codec import Codec
 from fsm_rollout.dataset import PromptRow
@@ -59,7 +60,8 @@ class Player:
         side = its.multi_turn.tool_response_truncate_side
         self._tools = [*named.values(), *verl_tools(tools, truncate_side=side).values()]
         is_verls = settings.reward in (None, "verl")
-        self._reward = None if is_verls else imported(str(settings.reward))
+        self._reward = None if is_verls else imported(str(settings.reward), what="reward")
+        self._agent = settings.agent and imported(settings.agent, what="agent")
         self._rollouts: dict[tuple[Any, ...], Rollout] = {}
         rollout = self._rollout((), None)  # what can't run says so now
         self.pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -81,9 +83,8 @@ class Player:
         row = None
         PRIORITY.set(int(columns.get("priority", 0)))
         try:
-            selection = (columns.get("extra_info") or {}).get("tool_selection") or ()
-            rollout = self._rollout(tuple(selection), params)
-            row = row_of(columns, list(rollout.tools))
+            rollout = self._rollout(selection_of(columns), params)
+            row = prompt_row_of(columns, list(rollout.tools))
             [group] = await rollout.generate([row], num_samples=n)
         except ConfigError as error:
             logger.error("row %s cannot be played: %s", columns.get("index", "?"), error)
@@ -126,6 +127,7 @@ class Player:
             tools=tools,
             limits=self._limits,
             reward=self._reward,
+            agent=self._agent or None,
             log_probs=bool(rollout.calculate_log_probs),
         )
 

@@ -18,7 +18,6 @@ from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
-from fsm_rollout.rewards import RewardFunction
 
 
 class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +31,8 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """replaces the tokenizer's: its text, or `hermes`"""
     limits: dict[str, Any] = {}
     """fields of Limits, in place of what verl's config says"""
+    agent: str | None = None
+    """`module:function`, a loop of yours; see `fsm_rollout.agent`"""
     reward: str | None = None
     """`module:function`; default: the sum of what the tools say, if one says something, else verl's
     reward loop decides; `verl`: it decides in any case"""
@@ -129,27 +130,40 @@ def check_training(rollout: Any, kind: LogProbKind) -> None:
         )
 
 
-def row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow:
+def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow:
     """The row that one sample of verl's batch is.
 
     `raw_prompt` is the prompt, `reward_model.ground_truth` the label, everything else metadata.
     In a parquet file all rows have the same keys, and those that a row was written without read as
     None: they are left out of `tools_kwargs`. So are tools that `tool_selection` left out.
     """
-    extra = columns.get("extra_info") or {}
-    judged = columns.get("reward_model") or {}
+    judged = columns.get("reward_model")
+    selected = selection_of(columns)
+    try:
+        prompt = [dict(message) for message in columns["raw_prompt"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the column raw_prompt must hold a list of messages: {error!r}; set "
+            "data.return_raw_chat=True"
+        ) from error
     return PromptRow(
-        prompt=[dict(message) for message in columns["raw_prompt"]],
+        id=str(columns.get("index", "")),
+        prompt=prompt,
         label=judged.get("ground_truth") if isinstance(judged, Mapping) else None,
         metadata={name: value for name, value in columns.items() if name not in _NO_METADATA},
         tools_kwargs={
             name: _given(hooks)
             for name, hooks in (columns.get("tools_kwargs") or {}).items()
-            if hooks is not None and (name in tools or not extra.get("tool_selection"))
+            if hooks is not None and (name in tools or not selected)
         },
-        id=str(columns.get("index", "")),
         where=f"row {columns.get('index', '?')}",
     )
+
+
+def selection_of(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the tools that a row has; none: all."""
+    selection = (columns.get("extra_info") or {}).get("tool_selection")
+    return () if selection is None else tuple(map(str, selection))
 
 
 _NO_METADATA = ("raw_prompt", "tools_kwargs", "agent_name", "priority")
@@ -168,18 +182,15 @@ def _given(hooks: Any) -> Any:
     }
 
 
-def imported(dotted: str) -> RewardFunction:
-    """The function `module:name`. ConfigError when there is none."""
+def imported(dotted: str, *, what: str) -> Any:
+    """The object `module:name`. ConfigError when there is none."""
     module, _, name = dotted.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise ConfigError(
-            f"reward {dotted!r} is not an importable `module:name`: {error!r}"
+            f"{what} {dotted!r} is not an importable `module:name`: {error!r}"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"reward {dotted!r} is {found!r}; it must be a function of a request")
-    return cast("RewardFunction", found)
 
 
 def _plain(value: Any) -> Any:
