@@ -23,6 +23,7 @@ import ray
 import torch
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import tensordict_utils
 
@@ -107,6 +108,20 @@ def test_v0_a_row_without_an_outcome_earns_what_its_group_does() -> None:
     assert out.non_tensor_batch["score"][aborted] == scores[aborted]
     assert not out.batch["response_mask"][aborted].any()
     assert out.batch["responses"][aborted, 0] == PAD
+    # verl's own baseline and losses are what they would be without that row
+    mask, kept = out.batch["response_mask"], [i for i in range(4) if i != aborted]
+    uids = out.non_tensor_batch["uid"]
+    with_it, _ = compute_grpo_outcome_advantage(
+        out.batch["rm_scores"], mask, uids, norm_adv_by_std_in_grpo=False
+    )
+    without, _ = compute_grpo_outcome_advantage(
+        out.batch["rm_scores"][kept], mask[kept], uids[kept], norm_adv_by_std_in_grpo=False
+    )
+    assert torch.allclose(with_it[kept], without)
+    losses = torch.rand(mask.shape)
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        whole = agg_loss(losses, mask, mode)
+        assert torch.allclose(whole, agg_loss(losses[kept], mask[kept], mode))
 
 
 def test_v0_a_batch_without_any_outcome_is_refused() -> None:

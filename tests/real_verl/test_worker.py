@@ -137,6 +137,21 @@ def test_a_tool_of_verl_lives_as_long_as_its_trajectory(worker: Any) -> None:
 
 
 @WAYS
+def test_tools_of_the_entry_stand_beside_verls(worker: Any) -> None:
+    entry = {"tools": ["gsm8k", "calculator"], "limits": {"max_turns": 3}}
+    kwargs = {
+        "check": {"create_kwargs": {"truth": "42"}},
+        "check_answer": {"create_kwargs": {"ground_truth": "42"}},
+    }
+    script = [said(call("calculator", expression="6 * 7")), said(call("check_answer", answer="42"))]
+    settings = config(entry=entry, prompt_length=4 * PROMPT)
+    out = played(worker, settings, Client([*script, DONE]), rows(1, tools_kwargs=kwargs))
+    assert "correct" in text(out)
+    assert column(out, "reward_parts") == [{"tool/check_answer": 1.0, "tool/check": 0.75}]
+    assert column(out, "num_tool_calls") == [2]
+
+
+@WAYS
 def test_a_row_may_have_some_of_the_tools(worker: Any) -> None:
     client = Client([said(call("plain", answer="42")), DONE])
     batch = rows(1, extra_info={"tool_selection": ["check"]})
