@@ -10,6 +10,7 @@ tests, so that one sees when verl mends it. `make verl` runs them in verl's envi
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -322,6 +323,18 @@ def test_a_row_that_cannot_be_played_says_why(worker: Any) -> None:
     assert column(out, "status") == ["completed", "aborted"]
     assert "did you mean `check`?" in column(out, "error")[1]
     assert is_stand_in(out, 1)
+
+
+def test_models_that_want_other_positions_are_left_to_verls_manager() -> None:
+    class Mrope(AgentLoopWorker):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.distillation_enabled, self.processor = False, SimpleNamespace(get_rope_index=print)
+
+    class Worker(FsmAgentLoopWorker, Mrope):
+        pass
+
+    with pytest.raises(ConfigError, match="M-RoPE"):
+        Worker()
 
 
 @WAYS

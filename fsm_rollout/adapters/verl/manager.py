@@ -64,10 +64,13 @@ class FsmAgentLoopWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.distillation_enabled:
+        why = "it asks no teacher" if self.distillation_enabled else ""
+        if hasattr(self.processor, "get_rope_index"):
+            why = "it lays out one position per token, and the model wants M-RoPE's four"
+        if why:
             raise ConfigError(
-                "this manager asks no teacher: for distillation, use FsmAgentLoop with verl's own "
-                "manager, without rollout.agent.agent_loop_manager_class"
+                f"FsmAgentLoopManager cannot be used here: {why}. Leave out "
+                "rollout.agent.agent_loop_manager_class: verl's own manager plays FsmAgentLoop"
             )
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
