@@ -61,7 +61,7 @@ class Player:
         self._tools = [*named.values(), *verl_tools(tools, truncate_side=side).values()]
         is_verls = settings.reward in (None, "verl")
         self._reward = None if is_verls else imported(str(settings.reward), what="reward")
-        self._agent = settings.agent and imported(settings.agent, what="agent")
+        self._agent = imported(settings.agent, what="agent") if settings.agent else None
         self._rollouts: dict[tuple[Any, ...], Rollout] = {}
         rollout = self._rollout((), None)  # what can't run says so now
         self.pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -127,7 +127,7 @@ class Player:
             tools=tools,
             limits=self._limits,
             reward=self._reward,
-            agent=self._agent or None,
+            agent=self._agent,
             log_probs=bool(rollout.calculate_log_probs),
         )
 
