@@ -113,6 +113,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     request as COMPLETED(invalid_calls), so 0 stops at the first"""
     max_tool_response_tokens: int | None = None
     """content tokens of one tool response; None: only the room that is left"""
+    max_tool_response_chars: int | None = None
+    """characters of one tool response; None: only what its tokens allow"""
     max_attempts: int = 3
     """attempts from scratch, the first one included"""
     tool_timeout_s: float = 30.0

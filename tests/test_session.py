@@ -1052,6 +1052,16 @@ def test_output_is_cut_to_eight_characters_a_token_before_anybody_tokenises_it(
     assert (session.truncate_side("huge"), session.truncate_side("other")) == (side, "middle")
 
 
+def test_output_is_cut_to_the_characters_of_a_run() -> None:
+    class Huge(Tool):
+        async def execute(self) -> str:
+            return "x" * 1_000
+
+    _, text, session = answer(Huge, Limits(max_tool_response_chars=10))
+    assert text == "x" * 5 + CUT_MARK + "x" * 5
+    assert session.metrics["tool_outputs_cut"] == 1
+
+
 def test_output_without_a_token_cap_is_cut_all_the_same() -> None:
     class Huge(Tool):
         async def execute(self) -> str:

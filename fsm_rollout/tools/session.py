@@ -266,6 +266,7 @@ class ToolSession:
             response = ToolResponse(response)
         tokens = self.token_cap(call.name)
         max_chars = _MAX_CHARS if tokens is None else tokens * _CHARS_PER_TOKEN
+        max_chars = min(max_chars, self._limits.max_tool_response_chars or max_chars)
         text = response.text
         if len(text) > max_chars:
             self.metrics["tool_outputs_cut"] += 1

@@ -1,0 +1,101 @@
+"""Export: a finished request as verl's rows: which samples, and what is told beside the tokens.
+
+Every sample is asked for at `handover`. verl's V0 wants one row per input, so what must not be
+trained on has a stand-in there: one token with mask 0. Every row has the same `extra_fields`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fsm_rollout.adapters.handover import sift
+from fsm_rollout.adapters.verl.engine import steps_of
+from fsm_rollout.errors import HandOverError
+from fsm_rollout.limits import Limits, StopReason
+from fsm_rollout.request import Request
+from fsm_rollout.sample import Sample
+from fsm_rollout.states.machine import Machine
+from fsm_rollout.states.table import Event
+
+logger = logging.getLogger(__name__)
+
+
+def rows_of(request: Request, *, pad_id: int) -> list[Sample]:
+    """The samples of a request that verl may have, none of an ABORTED one.
+
+    One that has no response (a timeout before its first token) gets one token with mask 0: verl
+    puts the reward of a row on its last response token.
+    """
+    good, refused = sift(request.rows, rewards=False, log_probs=request.log_probs)
+    for refusal in refused:
+        logger.error("not handed to verl: %s", refusal)
+        request.error = request.error or str(refusal)
+    return [
+        sample if sample.response_length else stand_in(sample, request, pad_id) for sample in good
+    ]
+
+
+def row_of(request: Request, *, pad_id: int) -> tuple[Sample, bool]:
+    """The one row that verl's V0 takes of a request, and whether it has an outcome.
+
+    If not, because the request was ABORTED or its sample refused, it is a stand-in: one pad token
+    with mask 0 behind the prompt, or behind another pad token where the prompt never fitted.
+    Raises HandOverError for a request of several samples: V0 would lose all but one.
+    """
+    rows = rows_of(request, pad_id=pad_id)
+    if len(rows) > 1:
+        raise HandOverError(
+            f"request {request.index} has {len(rows)} samples, and verl's V0 takes one row per "
+            "prompt: use V1 (verl.trainer.main_ppo)"
+        )
+    if rows:
+        return rows[0], True
+    return stand_in(request.samples[0], request, pad_id), False
+
+
+def stand_in(sample: Sample, request: Request, pad_id: int) -> Sample:
+    """A sealed row in the place of `sample` in which nothing is trained."""
+    prompt = sample.tokens[: sample.prompt_length] if sample.prompt_length else [pad_id]
+    limits = Limits(max_context=len(prompt) + 1)
+    other = Request(limits=limits, log_probs=request.log_probs)
+    other.set_prompt(prompt)
+    other.append_response_tokens([pad_id], trainable=False)
+    Machine().fire(Event.TRUNCATE, other, StopReason.MAX_CONTEXT)
+    other.seal()
+    other.sample.sample_id = sample.sample_id
+    return other.sample
+
+
+def extra_fields(request: Request, sample: Sample, *, has_outcome: bool = True) -> dict[str, Any]:
+    """What verl keeps beside the tokens of a row, and shows its reward functions. Stable keys."""
+    turns = [turn for turn in sample.turns if turn.kind == "model"]
+    steps = steps_of(sample.weight_versions) or (None, None)
+    return {
+        "sample_id": sample.sample_id,
+        "status": str(request.status),
+        "stop_reason": str(request.stop_reason),
+        "error": request.error,
+        "is_stand_in": not has_outcome,
+        "attempts": request.attempt,
+        "turn_scores": [turn.reward for turn in turns],
+        "tool_rewards": [turn.reward for turn in turns if turn.reward is not None],
+        "reward_parts": dict(request.reward_parts),
+        "turn_spans": [(turn.start, turn.stop) for turn in turns],
+        "num_tool_calls": request.num_tool_calls,
+        "num_invalid_calls": request.num_invalid_calls,
+        "tool_metrics": dict(request.metrics),
+        "min_global_steps": steps[0],
+        "max_global_steps": steps[1],
+    }
+
+
+def metrics_of(request: Request) -> dict[str, Any]:
+    """verl's AgentLoopMetrics: seconds, and how often vLLM preempted (-1: not told)."""
+    turns = [turn for sample in request.samples for turn in sample.turns]
+    return {
+        "generate_sequences": sum(turn.seconds for turn in turns if turn.kind == "model"),
+        "tool_calls": sum(sample.non_generation_time for sample in request.samples),
+        "compute_score": 0.0,
+        "num_preempted": int(request.metrics.get("engine/num_preempted", -1)),
+    }

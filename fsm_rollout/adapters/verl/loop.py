@@ -1,0 +1,101 @@
+"""FsmAgentLoop: what verl makes of the YAML entry, once per trajectory.
+
+    - name: fsm
+      _target_: fsm_rollout.adapters.verl.FsmAgentLoop
+      tools: [calculator]
+
+It has the constructor and the `run` of verl's AgentLoopBase and is not one: that would build a
+tokenization of verl's own for each trajectory, and refuse models that it does not know.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped"
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsm_rollout.adapters.handover import trained
+from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, row_of, rows_of
+from fsm_rollout.adapters.verl.player import Player, player_of
+from fsm_rollout.adapters.verl.settings import settings_of
+from fsm_rollout.request import Request
+from fsm_rollout.sample import Sample
+
+if TYPE_CHECKING:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+
+class FsmAgentLoop:
+    """Plays one trajectory with the parts that all trajectories of this process share."""
+
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: Any,
+        tokenizer: Any,
+        *,
+        name: str = "fsm",
+        tools: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+        # verl's own tools come in place of the entry's `tools`; the registry has the whole entry
+        settings = settings_of(_agent_loop_registry.get(name, {"name": name}))
+        loaded = getattr(tools, "tools", ())
+        self._player = player_of(trainer_config.config, server_manager, tokenizer, loaded, settings)
+
+    async def run(
+        self, sampling_params: dict[str, Any], **columns: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """The trajectory of a row with these `columns`: one output for V0, a list for V1.
+
+        V1 gives each session a `session_id`. There an ABORTED request has no output, and its
+        siblings remain a group. V0 takes one row of each: here a stand-in with mask 0, and reward
+        0.0 where the rollout gives rewards. FsmAgentLoopManager knows the group, and does better.
+        """
+        [request] = await self._player.play(columns, sampling_params)
+        if "session_id" in columns:
+            return outputs_of(self._player, request)
+        sample, has_outcome = row_of(request, pad_id=self._player.pad_id)
+        output = output_of(self._player, request, sample)
+        output.extra_fields["is_stand_in"] = not has_outcome
+        if not has_outcome and self._player.gives_rewards:
+            _reward(output, 0.0)  # without one, verl would drop the rewards of the whole batch
+        return output
+
+
+def outputs_of(player: Player, request: Request) -> list[AgentLoopOutput]:
+    """One output for each sample of a request."""
+    return [output_of(player, request, row) for row in rows_of(request, pad_id=player.pad_id)]
+
+
+def output_of(player: Player, request: Request, sample: Sample) -> AgentLoopOutput:
+    """One sample as verl's AgentLoopOutput.
+
+    Its reward is the request's: V1 compares the last outputs of sessions, and gives the others
+    their reward. Where there is one, verl's reward loop is not asked.
+    """
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    log_probs = sample.rollout_log_probs
+    output = AgentLoopOutput(
+        prompt_ids=sample.tokens[: sample.prompt_length].tolist(),
+        response_ids=sample.tokens[sample.prompt_length :].tolist(),
+        response_mask=trained(sample).tolist(),
+        response_logprobs=None if log_probs is None else log_probs.tolist(),
+        num_turns=len(sample.turns) + 1,
+        metrics=AgentLoopMetrics(**metrics_of(request)),
+        extra_fields=extra_fields(request, sample),
+    )
+    if sample.rollout_routed_experts is not None:
+        output.routed_experts = sample.rollout_routed_experts
+    if player.gives_rewards and request.reward is not None:
+        _reward(output, request.reward)
+    return output
+
+
+def _reward(output: AgentLoopOutput, reward: float) -> None:
+    output.reward_score = reward
+    output.extra_fields["reward_extra_info"] = {"score": reward}

@@ -1,0 +1,232 @@
+"""FsmAgentLoopManager: whole batches through one Rollout, for verl's V0 trainers.
+
+`rollout.agent.agent_loop_manager_class=fsm_rollout.adapters.verl.FsmAgentLoopManager`. verl's own
+worker makes a loop, a pydantic copy and three `tokenizer.pad` per trajectory, and one exception of
+one of them ends its batch. What comes out has the same keys, shapes and dtypes.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopManager,
+    AgentLoopWorker,
+    _agent_loop_registry,
+)
+from verl.protocol import DataProto
+from verl.utils.ray_utils import auto_await
+
+from fsm_rollout.adapters.tensors import padded
+from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, row_of, stand_in
+from fsm_rollout.adapters.verl.loop import output_of
+from fsm_rollout.adapters.verl.neutral import fill_neutral
+from fsm_rollout.adapters.verl.player import Player, player_of
+from fsm_rollout.adapters.verl.settings import settings_of
+from fsm_rollout.errors import ConfigError, HandOverError
+from fsm_rollout.request import Request
+from fsm_rollout.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+LOOP = "fsm_rollout.adapters.verl.FsmAgentLoop"
+_GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
+_EXPERTS = "rollout_routed_experts"
+
+
+@dataclass(slots=True)
+class Row:
+    """One row of a batch, before it is laid out."""
+
+    sample: Sample
+    extra: dict[str, Any]
+    metrics: dict[str, Any]
+    has_outcome: bool
+    """False: a stand-in"""
+    reward: float | None = None
+
+
+class FsmAgentLoopWorker(AgentLoopWorker):
+    """verl's worker, for rows whose agent is FsmAgentLoop; it plays them without making one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        why = "it asks no teacher" if self.distillation_enabled else ""
+        if hasattr(self.processor, "get_rope_index"):
+            why = "it lays out one position per token, and the model wants M-RoPE's four"
+        if why:
+            raise ConfigError(
+                f"FsmAgentLoopManager cannot be used here: {why}. Leave out "
+                "rollout.agent.agent_loop_manager_class: verl's own manager plays FsmAgentLoop"
+            )
+
+    async def generate_sequences(self, batch: DataProto) -> DataProto:
+        """Play every row of the batch, those of one `uid` as a group."""
+        given = batch.non_tensor_batch
+        agent = self.rollout_config.agent.default_agent_loop
+        given.setdefault("agent_name", objects([agent] * len(batch)))
+        columns = [{name: values[i] for name, values in given.items()} for i in range(len(batch))]
+        players = {name: self.player(name) for name in dict.fromkeys(given["agent_name"])}
+        validate = bool(batch.meta_info.get("validate", False))
+        does_sample = [validate or bool(row.pop("__do_sample__", True)) for row in columns]
+        played: dict[int, Row] = {}
+
+        async def play(numbers: list[int]) -> None:
+            first = numbers[0]
+            player = players[columns[first]["agent_name"]]
+            params = self.sampling_params(validate=validate, does_sample=does_sample[first])
+            requests = await player.play(columns[first], params, n=len(numbers))
+            pairs = zip(numbers, requests, strict=True)
+            rows = [self._row(player, request, columns[number]) for number, request in pairs]
+            played.update(zip(numbers, await asyncio.gather(*rows), strict=True))
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for numbers in _groups(columns, does_sample):
+                    tasks.create_task(play(numbers))
+        except BaseExceptionGroup as bugs:  # nothing that a row, a tool or a server did
+            raise bugs.exceptions[0] from bugs
+        return self._batch([played[number] for number in range(len(batch))], batch)
+
+    def player(self, name: str) -> Player:
+        """The player of the YAML entry of that name. ConfigError when it is none of ours."""
+        entry = _agent_loop_registry.get(name, {})
+        if entry.get("_target_") != LOOP:
+            raise ConfigError(
+                f"agent loop {name!r} is {entry.get('_target_')}, and this manager plays {LOOP} "
+                "alone: have an entry of it in rollout.agent.agent_loop_config_path, and its name "
+                "in rollout.agent.default_agent_loop or the column agent_name"
+            )
+        settings = settings_of(entry)
+        return player_of(self.config, self.llm_client, self.tokenizer, self.tools, settings)
+
+    def sampling_params(self, *, validate: bool, does_sample: bool) -> dict[str, Any]:
+        """What verl's worker gives to a loop."""
+        source = self.rollout_config.val_kwargs if validate else self.rollout_config
+        return {name: getattr(source, name) for name in _GREEDY} if does_sample else dict(_GREEDY)
+
+    async def _row(self, player: Player, request: Request, columns: dict[str, Any]) -> Row:
+        sample, has_outcome = row_of(request, pad_id=player.pad_id)
+        extra = extra_fields(request, sample, has_outcome=has_outcome)
+        row = Row(sample, extra, metrics_of(request), has_outcome)
+        if not has_outcome:
+            return row
+        if player.gives_rewards and request.reward is not None:
+            row.reward, row.extra["reward_extra_info"] = request.reward, {"score": request.reward}
+        elif self.reward_loop_worker_handles is not None:
+            output = output_of(player, request, sample)
+            try:
+                await self._compute_score([output], kwargs=columns)
+            except Exception as error:  # of a reward function, in verl's process for it
+                logger.error("sample %s has no reward", sample.sample_id, exc_info=error)
+                row.sample, row.has_outcome = stand_in(sample, request, player.pad_id), False
+                row.extra |= {"error": f"verl's reward loop raised {error!r}", "is_stand_in": True}
+            else:
+                row.reward, row.metrics["compute_score"] = (
+                    output.reward_score,
+                    output.metrics.compute_score,
+                )
+                row.extra["reward_extra_info"] = output.extra_fields["reward_extra_info"]
+        return row
+
+    def _batch(self, rows: Sequence[Row], given: DataProto) -> DataProto:
+        """The rows as verl's worker lays them out."""
+        samples = [row.sample for row in rows]
+        has_experts = any(sample.rollout_routed_experts is not None for sample in samples)
+        tensors = padded(
+            samples,
+            pad_id=self.tokenizer.pad_token_id or 0,
+            prompt_length=self.rollout_config.prompt_length,
+            response_length=self.rollout_config.response_length,
+            rewards=False,
+            log_probs=any(sample.rollout_log_probs is not None for sample in samples),
+            columns=[_EXPERTS] if has_experts else (),
+        )
+        tensors.pop(f"has_{_EXPERTS}", None)
+        if has_experts:
+            tensors["routed_experts"] = tensors.pop(_EXPERTS).to(torch.int16)
+        if all(row.reward is not None for row in rows if row.has_outcome):
+            tensors["rm_scores"] = scores = torch.zeros(tensors["responses"].shape)
+            last = [sample.response_length - 1 for sample in samples]
+            rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32)
+            scores[torch.arange(len(rows)), last] = rewards
+        # verl hands the input's columns on only where rewards come later
+        columns = dict(given.non_tensor_batch) if self.reward_loop_worker_handles is None else {}
+        columns["__num_turns__"] = np.array([len(s.turns) + 1 for s in samples], np.int32)
+        columns |= {
+            name: objects([row.extra.get(name) for row in rows])
+            for name in {name: 0 for row in rows for name in (*row.extra, "extras")}
+        }
+        columns["raw_prompt"] = given.non_tensor_batch["raw_prompt"]
+        columns["multi_modal_inputs"] = objects([{} for _ in rows])
+        return DataProto(
+            batch=TensorDict(tensors, batch_size=len(rows)),
+            non_tensor_batch=columns,
+            meta_info={"metrics": [row.metrics for row in rows]},
+        )
+
+
+class FsmAgentLoopManager(AgentLoopManager):
+    """verl's manager over FsmAgentLoopWorkers. DataProto in, DataProto out, row by row."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.agent_loop_workers_class = ray.remote(FsmAgentLoopWorker)
+        super().__init__(*args, **kwargs)
+
+    @auto_await
+    async def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One row for each of `prompts`. HandOverError when none of them has an outcome."""
+        output = await super().generate_sequences(prompts)
+        if output.non_tensor_batch["is_stand_in"].all():
+            why = ", ".join(sorted(set(output.non_tensor_batch["error"].tolist()))[:3])
+            raise HandOverError(
+                f"none of {len(output)} rows has an outcome, and verl's loss of a batch without a "
+                f"trained token is 0 / 0. They say: {why}"
+            )
+        groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
+        keys = fill_neutral(output.batch, output.non_tensor_batch, groups)
+        if "rm_scores" in output.batch:
+            output.meta_info["reward_extra_keys"] = keys
+        return output
+
+
+def _groups(columns: Sequence[dict[str, Any]], does_sample: Sequence[bool]) -> list[list[int]]:
+    """The numbers of rows that are samples of one prompt: the same `uid`, and the same to play."""
+    groups: defaultdict[tuple[Any, bool], list[list[int]]] = defaultdict(list)
+    for number, row in enumerate(columns):
+        known = groups[row.get("uid", number), does_sample[number]]
+        for numbers in known:
+            if _is_same(columns[numbers[0]], row):
+                numbers.append(number)
+                break
+        else:
+            known.append([number])
+    return [numbers for known in groups.values() for numbers in known]
+
+
+def _is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    names = ("raw_prompt", "tools_kwargs", "agent_name", "extra_info", "reward_model")
+    try:
+        return all(bool(row.get(name) == other.get(name)) for name in names)
+    except ValueError:  # arrays in them: rather played apart than taken for one
+        return False
+
+
+def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """An array of objects, whatever they are."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array

@@ -1,0 +1,202 @@
+"""Settings: what verl's config and the YAML entry say, as budgets, sampling and parts of a Rollout.
+
+verl's own limits hold unless the entry's `limits` say otherwise. Imports no verl: a config is read
+by attribute and key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from fsm_rollout.dataset import PromptRow
+from fsm_rollout.engines.base import LogProbKind, SamplingParams
+from fsm_rollout.engines.probe import fits
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.limits import Limits
+
+
+class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The YAML entry, beside `name` and `_target_`."""
+
+    tools: list[str] = []
+    """registered names or `module:Name`, beside the tools that verl loads itself"""
+    parser: str | None = None
+    """default: verl's `multi_turn.format`"""
+    chat_template: str | None = None
+    """replaces the tokenizer's: its text, or `hermes`"""
+    limits: dict[str, Any] = {}
+    """fields of Limits, in place of what verl's config says"""
+    agent: str | None = None
+    """`module:function`, a loop of yours; see `fsm_rollout.agent`"""
+    reward: str | None = None
+    """`module:function`; default: the sum of what the tools say, if one says something, else verl's
+    reward loop decides; `verl`: it decides in any case"""
+    log_prob_kind: LogProbKind | None = None
+    """what the servers report; default: `scaled` of SGLang, of vLLM what `logprobs_mode` says"""
+
+
+def settings_of(entry: Mapping[str, Any]) -> LoopSettings:
+    """The entry, checked. ConfigError names the key and suggests the one that was meant."""
+    values = {key: _plain(value) for key, value in entry.items() if key not in ("name", "_target_")}
+    known = LoopSettings.__struct_fields__
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"agent loop {entry.get('name')!r}: unknown key {key!r}; {hint}")
+    try:
+        return msgspec.convert(values, LoopSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"agent loop {entry.get('name')!r}: {error}") from error
+
+
+def limits_of(rollout: Any, given: Mapping[str, Any]) -> Limits:
+    """The budgets of `actor_rollout_ref.rollout`, with `given` in their place."""
+    turns = rollout.multi_turn
+    prompt, response = rollout.prompt_length, rollout.response_length
+    bounds = [turns.max_assistant_turns]
+    if turns.max_user_turns:
+        bounds.append(turns.max_user_turns + 1)  # verl counts tool turns, and lets the model answer
+    max_turns = min([bound for bound in bounds if bound], default=response)
+    found = {
+        "max_context": rollout.max_model_len or prompt + response,
+        "max_prompt": prompt,
+        "max_response": response,
+        "max_new_tokens": response,
+        "max_turns": max_turns,
+        "max_tool_calls": max_turns * turns.max_parallel_calls,
+        "max_parallel_calls": turns.max_parallel_calls,
+        "max_tool_response_chars": turns.max_tool_response_length,
+    }
+    try:
+        limits = msgspec.convert({**found, **given}, Limits)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"limits of the agent loop: {error}") from error
+    for name, width in (("max_prompt", prompt), ("max_response", response)):
+        if (limit := getattr(limits, name)) is None or limit > width:
+            raise ConfigError(
+                f"limits of the agent loop: {name} {limit} is wider than verl's tensors ({width}); "
+                f"raise rollout.{name.removeprefix('max_')}_length"
+            )
+    return limits
+
+
+def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
+    """verl's `sampling_params`. ConfigError for what would change the log-probs unseen."""
+    known = ("temperature", "top_p", "top_k", "logprobs", "repetition_penalty")
+    strange = [f"{name}={value!r}" for name, value in params.items() if name not in known]
+    if params.get("repetition_penalty", 1.0) != 1.0:
+        strange.append(f"repetition_penalty={params['repetition_penalty']!r}")
+    if strange:
+        raise ConfigError(
+            f"sampling parameters that fsm_rollout does not pass on: {', '.join(strange)}; "
+            "log-probs under them would not be those of the policy"
+        )
+    return SamplingParams(
+        temperature=float(params["temperature"]),
+        top_p=float(params["top_p"]),
+        top_k=max(int(params["top_k"]), 0),
+    )
+
+
+def log_prob_kind_of(rollout: Any) -> LogProbKind:
+    """What the servers of `rollout.name` report."""
+    if rollout.name != "vllm":
+        return "scaled"
+    kind = str(rollout.logprobs_mode or "raw_logprobs").removesuffix("_logprobs")
+    if kind not in ("raw", "processed"):
+        raise ConfigError(f"rollout.logprobs_mode {rollout.logprobs_mode!r} gives no log-probs")
+    return cast("LogProbKind", kind)
+
+
+def check_training(rollout: Any, kind: LogProbKind) -> None:
+    """Log-probs of this kind are log_softmax(logits / temperature) as training samples."""
+    params = SamplingParams(
+        temperature=float(rollout.temperature),
+        top_p=float(rollout.top_p),
+        top_k=max(int(rollout.top_k), 0),
+    )
+    if rollout.calculate_log_probs and not fits(kind, params):
+        raise ConfigError(
+            f"rollout samples with temperature {params.temperature:g}, top_p {params.top_p:g}, "
+            f"top_k {params.top_k}, and its log-probs are {kind} ones: not log_softmax(logits / "
+            "temperature), which the trainer recomputes. Set top_p=1 and top_k=-1 with "
+            "logprobs_mode=processed_logprobs, or calculate_log_probs=False"
+        )
+
+
+def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow:
+    """The row that one sample of verl's batch is.
+
+    `raw_prompt` is the prompt, `reward_model.ground_truth` the label, everything else metadata.
+    In a parquet file all rows have the same keys, and those that a row was written without read as
+    None: they are left out of `tools_kwargs`. So are tools that `tool_selection` left out.
+    """
+    judged = columns.get("reward_model")
+    selected = selection_of(columns)
+    try:
+        prompt = [dict(message) for message in columns["raw_prompt"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the column raw_prompt must hold a list of messages: {error!r}; set "
+            "data.return_raw_chat=True"
+        ) from error
+    return PromptRow(
+        id=str(columns.get("index", "")),
+        prompt=prompt,
+        label=judged.get("ground_truth") if isinstance(judged, Mapping) else None,
+        metadata={name: value for name, value in columns.items() if name not in _NO_METADATA},
+        tools_kwargs={
+            name: _given(hooks)
+            for name, hooks in (columns.get("tools_kwargs") or {}).items()
+            if hooks is not None and (name in tools or not selected)
+        },
+        where=f"row {columns.get('index', '?')}",
+    )
+
+
+def selection_of(columns: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the tools that a row has; none: all."""
+    selection = (columns.get("extra_info") or {}).get("tool_selection")
+    return () if selection is None else tuple(map(str, selection))
+
+
+_NO_METADATA = ("raw_prompt", "tools_kwargs", "agent_name", "priority")
+
+
+def _given(hooks: Any) -> Any:
+    """`{hook_kwargs: {...}}` without what is None."""
+    if not isinstance(hooks, Mapping):
+        return hooks
+    return {
+        hook: {name: value for name, value in kwargs.items() if value is not None}
+        if isinstance(kwargs, Mapping)
+        else kwargs
+        for hook, kwargs in hooks.items()
+        if kwargs is not None
+    }
+
+
+def imported(dotted: str, *, what: str) -> Any:
+    """The object `module:name`. ConfigError when there is none."""
+    module, _, name = dotted.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} {dotted!r} is not an importable `module:name`: {error!r}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Without OmegaConf's containers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,224 @@
+"""verl's managers with ray on the CPU: V0 with DataProto, V1 with the TransferQueue.
+
+One ray session for all; the servers are a scripted client, everything else is verl's own.
+"""
+
+# mypy: disable-error-code="import-not-found,import-untyped"
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("transfer_queue")
+
+import ray
+import torch
+import transfer_queue as tq
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager
+from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.utils import tensordict_utils
+
+from fsm_rollout.adapters.verl import FsmAgentLoopManager, FsmAgentLoopManagerTQ
+from fsm_rollout.errors import HandOverError
+from tests.real_verl.setting import (
+    EMPTY,
+    PAD,
+    PROMPT,
+    RESPONSE,
+    Client,
+    call,
+    config,
+    rows,
+    said,
+)
+
+pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
+
+RIGHT, DONE = said(call(answer="42")), said("It is 42.")
+WRONG = said(call(answer="41"))
+STEP = 5
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """A ray of our own, and the TransferQueue in it."""
+    root = str(Path(__file__).parents[2])
+
+    def find_tests() -> None:  # some package of verl's environment installs a `tests` of its own
+        import sys
+        import types
+
+        sys.modules["tests"] = types.ModuleType("tests")
+        sys.modules["tests"].__path__ = [f"{root}/tests"]
+
+    ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        runtime_env={
+            "env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+            "worker_process_setup_hook": find_tests,
+        },
+    )
+    tq.init(config().transfer_queue)
+    yield
+    tq.close()
+    ray.shutdown()
+
+
+# -- V0 --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manager_cls", [AgentLoopManager, FsmAgentLoopManager])
+def test_v0_one_row_per_input_over_two_workers(manager_cls: Any) -> None:
+    settings = config(agent__num_workers=2)
+    manager = manager_cls.create(config=settings, llm_client=Client([RIGHT, DONE]))
+    out = manager.generate_sequences(rows(4, uid=["a", "a", "b", "b"]))
+    assert len(out) == 4
+    assert out.batch["responses"].shape == (4, RESPONSE)
+    assert out.batch["prompts"].shape == (4, PROMPT)
+    assert out.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
+    assert out.non_tensor_batch["status"].tolist() == ["completed"] * 4
+    assert len({*out.non_tensor_batch["sample_id"]}) == 4
+    assert out.batch["rm_scores"].sum(-1).tolist() == [0.75] * 4
+    assert out.non_tensor_batch["score"].tolist() == [0.75] * 4
+    assert out.meta_info["reward_extra_keys"] == ["score"]
+    assert out.meta_info["timing"]["agent_loop/generate_sequences/max"] > 0
+
+
+def test_v0_a_row_without_an_outcome_earns_what_its_group_does() -> None:
+    manager = FsmAgentLoopManager.create(
+        config=config(entry={"reward": "tests.real_verl.parts:length"}),
+        llm_client=Client([said("four")], [said("a longer one")], [EMPTY], [DONE]),
+    )
+    out = manager.generate_sequences(rows(4, uid=["a", "a", "a", "b"]))
+    scores = out.batch["rm_scores"].sum(-1)
+    [aborted] = out.non_tensor_batch["is_stand_in"].nonzero()[0].tolist()
+    group = [i for i in range(3) if i != aborted]
+    assert scores[aborted] == scores[group].mean()
+    assert out.non_tensor_batch["score"][aborted] == scores[aborted]
+    assert not out.batch["response_mask"][aborted].any()
+    assert out.batch["responses"][aborted, 0] == PAD
+    # verl's own baseline and losses are what they would be without that row
+    mask, kept = out.batch["response_mask"], [i for i in range(4) if i != aborted]
+    uids = out.non_tensor_batch["uid"]
+    with_it, _ = compute_grpo_outcome_advantage(
+        out.batch["rm_scores"], mask, uids, norm_adv_by_std_in_grpo=False
+    )
+    without, _ = compute_grpo_outcome_advantage(
+        out.batch["rm_scores"][kept], mask[kept], uids[kept], norm_adv_by_std_in_grpo=False
+    )
+    assert torch.allclose(with_it[kept], without)
+    losses = torch.rand(mask.shape)
+    for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        whole = agg_loss(losses, mask, mode)
+        assert torch.allclose(whole, agg_loss(losses[kept], mask[kept], mode))
+
+
+def test_v0_a_batch_without_any_outcome_is_refused() -> None:
+    manager = FsmAgentLoopManager.create(config=config(), llm_client=Client([EMPTY]))
+    with pytest.raises(HandOverError, match=r"none of 2 rows has an outcome.*the engine aborted"):
+        manager.generate_sequences(rows(2))
+
+
+# -- V1 --------------------------------------------------------------------------------------------
+
+
+def stored(
+    manager_cls: Any, settings: Any, client: Client, uids: list[str], partition: str = "train"
+) -> tuple[dict[str, dict[str, Any]], Any]:
+    """The tags of all keys of these prompts once they have ended, and their trajectories."""
+    manager = manager_cls.create(config=settings, llm_client=client)
+    batch = rows(len(uids)).non_tensor_batch
+    columns = {name: batch[name] for name in ("raw_prompt", "index", "tools_kwargs")}
+    columns |= {"data_source": batch["data_source"], "uid": np.array(uids, dtype=object)}
+    prompts = tensordict_utils.get_tensordict(columns)
+    tensordict_utils.assign_non_tensor_data(prompts, "global_steps", STEP)
+    if partition == "val":
+        tensordict_utils.assign_non_tensor_data(prompts, "validate", True)
+    tag = {"is_prompt": True, "status": "pending", "global_steps": STEP}
+    tq.kv_batch_put(keys=uids, partition_id=partition, tags=[dict(tag) for _ in uids])
+    manager.generate_sequences(prompts)
+    deadline = time.monotonic() + DEADLINE_S
+    tags: dict[str, Any] = {}
+    while not tags or any(tags[uid]["status"] in ("pending", "running") for uid in uids):
+        assert time.monotonic() < deadline, tags
+        time.sleep(0.2)
+        tags = {k: t for k, t in tq.kv_list()[partition].items() if k.split("_")[0] in uids}
+    keys = sorted(key for key in tags if "_" in key)
+    data = tq.kv_batch_get(keys=keys, partition_id=partition) if keys else None
+    tq.kv_clear(keys=list(tags), partition_id=partition)
+    return tags, data
+
+
+def test_v1_our_manager_stores_what_verls_stores() -> None:
+    settings = config(n=2)
+    tags, data = zip(
+        *(
+            stored(cls, settings, Client([RIGHT, DONE], [RIGHT, RIGHT, DONE]), [uid])
+            for cls, uid in ((AgentLoopManagerTQ, "v"), (FsmAgentLoopManagerTQ, "o"))
+        ),
+        strict=True,
+    )
+    verls, ours = data
+    assert {*ours.keys()} == {*verls.keys()}
+    for name in {*verls.keys()}:
+        theirs, mine = verls[name], ours[name]
+        assert type(mine) is type(theirs), name
+        if isinstance(theirs, torch.Tensor):
+            assert mine.dtype == theirs.dtype, name
+            pairs = zip(mine.unbind(), theirs.unbind(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), name
+        else:
+            assert len(mine) == len(theirs), name
+    for prefix, tag in zip("vo", tags, strict=True):
+        assert {*tag} == {prefix, f"{prefix}_0_0", f"{prefix}_1_0"}
+        assert tag[prefix]["status"] == "finished"
+    assert tags[0]["v_0_0"] == tags[1]["o_0_0"]
+    extra = next(iter(ours["extra_fields"]))
+    assert extra["status"] == "completed"
+    assert extra["turn_scores"] == [1.0, None]
+    assert extra["reward_extra_info"] == {"score": 0.75}
+    assert {*extra} == {*next(iter(verls["extra_fields"]))}
+
+
+@pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])
+def test_v1_all_samples_of_a_session_have_its_reward(manager_cls: Any) -> None:
+    parts = {
+        "agent": "tests.real_verl.parts:summarises",
+        "reward": "tests.real_verl.parts:length",
+    }
+    uid = f"m{manager_cls.__name__}"
+    client = Client([said("a long answer"), said("short")])
+    tags, data = stored(manager_cls, config(entry=parts, n=1), client, [uid])
+    assert {*tags} == {uid, f"{uid}_0_0", f"{uid}_0_1"}
+    rewards = [row.tolist() for row in data["rm_scores"].unbind()]
+    assert [sum(row) for row in rewards] == [len("short") + 1] * 2
+    assert all(mask.all() for mask in data["response_mask"].unbind())
+
+
+@pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])
+def test_v1_a_session_without_an_outcome_is_not_there(manager_cls: Any) -> None:
+    uid = f"s{manager_cls.__name__}"
+    tags, data = stored(manager_cls, config(n=3), Client([DONE], [EMPTY], [RIGHT, DONE]), [uid])
+    assert tags[uid]["status"] == "finished"
+    assert len(tags) == 1 + 2
+    assert all(mask.any() for mask in data["response_mask"].unbind())
+    assert [tags[key]["min_global_steps"] for key in tags if "_" in key] == [3, 3]
+
+
+def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:
+    client = Client([EMPTY], [DONE])
+    tags, _ = stored(FsmAgentLoopManagerTQ, config(n=1), client, ["bad", "good"], "val")
+    statuses = {tags["bad"]["status"], tags["good"]["status"]}
+    assert statuses == {"failure", "finished"}
+    assert len(tags) == 3
