@@ -14,7 +14,7 @@ ROWS ?= 64
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help demo test check fix cov bench bench-verl vllm soak mutants clean
+.PHONY: help demo test check fix cov bench bench-verl vllm verl soak mutants clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -58,6 +58,9 @@ bench-verl: $(VENV)/test.ready $(VENV)-verl/ready  ## beside verl's own loop; 1.
 
 vllm: $(VENV)/test.ready $(VENV)-vllm/ready  ## against a real vLLM on the CPU; 3.5 GB, some minutes
 	FSM_ROLLOUT_VLLM=$(VENV)-vllm $(BIN)/pytest -m real_server tests/real_vllm
+
+verl: $(VENV)-verl/ready  ## against the real verl on the CPU; 1.9 GB, some minutes
+	PYTHONPATH=$(CURDIR) $(VENV)-verl/bin/python -m pytest -W ignore -m real_verl tests/real_verl
 
 soak: $(VENV)/test.ready  ## a million random steps through the machine; writes soak.json
 	$(BIN)/python tests/properties/soak.py --json soak.json
