@@ -1,8 +1,11 @@
 """The tiny model of train_tiny, and the supervised warm-up that teaches it to speak at all.
 
-Random exploration would not find a well-formed call of six tokens. The warm-up shows the format,
-and carelessness: half of its conversations guess at once, the others call the tool; of the boxes
-opened half are drawn blindly, and of the results seen half are ignored.
+Random exploration would not find a well-formed call of six tokens, nor would a few thousand rewards
+teach attention to copy a word. So the warm-up shows conversations in the right format. Half of them
+guess at once, the others call the tool. In its first half they are careful: they open the box that
+was asked for and repeat what they saw. In its second half they draw either at random half of the
+time, until the model does so too. That is left for the reward to teach: to call, to open that box,
+to repeat what is in it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 CARE = 0.5
-"""how often a conversation of the warm-up does what helps; otherwise it draws"""
+"""how often a call of the second half opens the right box, and an answer repeats what was seen"""
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -53,8 +56,9 @@ def warm_up(
     draw, conversation = random.Random(seed), _conversations(codec)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-    for _ in range(steps):
-        batch = [conversation(draw) for _ in range(batch_size)]
+    for step in range(steps):
+        care = 1.0 if step < steps // 2 else CARE
+        batch = [conversation(draw, care) for _ in range(batch_size)]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in batch])
         said = torch.tensor([row + [False] * (width - len(row)) for _, row in batch])
@@ -66,7 +70,7 @@ def warm_up(
         decay.step()
 
 
-def _conversations(codec: Codec) -> Callable[[random.Random], tuple[list[int], list[bool]]]:
+def _conversations(codec: Codec) -> Callable[[random.Random, float], tuple[list[int], list[bool]]]:
     prompt, text = cache(codec.prompt), cache(codec.vocabulary.encode)
     (end,) = codec.stop_ids
 
@@ -75,14 +79,14 @@ def _conversations(codec: Codec) -> Callable[[random.Random], tuple[list[int], l
         message = {"role": "tool", "name": "open_box", "tool_call_id": "", "content": content}
         return codec.delta(end, [message])
 
-    def conversation(draw: random.Random) -> tuple[list[int], list[bool]]:
+    def conversation(draw: random.Random, care: float) -> tuple[list[int], list[bool]]:
         """Token ids, and which of them the assistant says."""
         asked, answer = draw.choice(BOXES), draw.choice(SECRETS)
         spans = [(prompt(draw.choice(QUESTIONS).format(asked)), False)]
         if draw.random() < 0.5:
-            opened = asked if draw.random() < CARE else draw.choice(BOXES)
+            opened = asked if draw.random() < care else draw.choice(BOXES)
             found = draw.choice(SECRETS) if opened == asked or draw.random() < 0.5 else NOTHING
-            if found != NOTHING and draw.random() < CARE:
+            if found != NOTHING and draw.random() < care:
                 answer = found
             spans += [([*text(CALL.format(opened)), end], True), (result(found), False)]
         spans += [([*text(answer), end], True)]

@@ -160,7 +160,7 @@ async def train(
         engine,
         tokenizer,
         tools=[tool],
-        limits=Limits(max_new_tokens=8, max_turns=2),
+        limits=Limits(max_new_tokens=8, max_turns=2, max_tool_response_tokens=4),
         params=SamplingParams(temperature=config.temperature),
         reward=reward,
         max_concurrent=512,
@@ -231,14 +231,16 @@ def play_arms(config: Config, out: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
-    parser.add_argument("--quick", action="store_true", help="8 steps instead of 20")
+    parser.add_argument(
+        "--quick", action="store_true", help="8 steps instead of 16, evaluated at both ends"
+    )
     parser.add_argument("--steps", type=int)
     parser.add_argument("--json", type=Path, default=Path("train-tiny-out/result.json"))
     parser.add_argument("--out", type=Path, help="where samples and checkpoint go: beside --json")
     parser.add_argument("--plot", type=Path, help="a PNG with the curves")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is too small for more
-    steps = arguments.steps or (8 if arguments.quick else 20)
+    steps = arguments.steps or (8 if arguments.quick else 16)
     every = steps if arguments.quick else 2
     out = arguments.out or arguments.json.parent
     out.mkdir(parents=True, exist_ok=True)
