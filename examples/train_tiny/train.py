@@ -37,7 +37,7 @@ from fsm_rollout import (
 )
 from fsm_rollout.adapters.advantages import group_advantages, importance_ratios, masked_mean
 from fsm_rollout.adapters.tensors import padded
-from fsm_rollout.dataset import write_samples
+from fsm_rollout.dataset import PromptRow, write_samples
 from fsm_rollout.request import samples_of
 from fsm_rollout.tools.registry import Toolset
 
@@ -64,6 +64,7 @@ class Config:
     evaluate_every: int = 8
     warm_up_steps: int = 200
     lr: float = 3e-3
+    """falls to 0 over the steps"""
     epochs: int = 2
     minibatches: int = 2
     clip: float = 0.2
@@ -97,6 +98,11 @@ class Curve:
 def was_told(request: Request) -> bool:
     said = [message["content"] for message in request.sample.messages if message["role"] == "tool"]
     return request.label in said
+
+
+def rows_of(config: Config, step: int) -> list[PromptRow]:
+    """The prompts of one step."""
+    return rows(config.rows, config.seed + 1_000_003 * (step + 1))
 
 
 def log_probs_of(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -167,6 +173,7 @@ async def train(
         seed=config.seed,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, config.steps)
     curve, pad_id = Curve(), int(tokenizer.pad_token_id)
     torch.manual_seed(config.seed)
 
@@ -181,9 +188,10 @@ async def train(
             if step % config.evaluate_every == 0:
                 await evaluate(step)
             started = time.perf_counter()
-            drawn = rows(config.rows, config.seed + 1_000_003 * (step + 1))
+            drawn = rows_of(config, step)
             samples = samples_of(await rollout.generate(drawn, num_samples=config.num_samples))
             gap = learn(model, optimizer, samples, config, pad_id=pad_id)
+            decay.step()
             curve.seconds.append(time.perf_counter() - started)
             curve.batch_reward.append(fmean(sample.reward or 0.0 for sample in samples))
             curve.max_log_prob_diff = max(curve.max_log_prob_diff, gap)
