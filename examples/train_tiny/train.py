@@ -173,7 +173,6 @@ async def train(
         seed=config.seed,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, config.steps)
     curve, pad_id = Curve(), int(tokenizer.pad_token_id)
     torch.manual_seed(config.seed)
 
@@ -187,11 +186,11 @@ async def train(
             engine.forget(weight_version=step)  # the weights are new: keys and values are stale
             if step % config.evaluate_every == 0:
                 await evaluate(step)
+            optimizer.param_groups[0]["lr"] = lr * (1 - step / config.steps)
             started = time.perf_counter()
             drawn = rows_of(config, step)
             samples = samples_of(await rollout.generate(drawn, num_samples=config.num_samples))
             gap = learn(model, optimizer, samples, config, pad_id=pad_id)
-            decay.step()
             curve.seconds.append(time.perf_counter() - started)
             curve.batch_reward.append(fmean(sample.reward or 0.0 for sample in samples))
             curve.max_log_prob_diff = max(curve.max_log_prob_diff, gap)
