@@ -86,6 +86,8 @@ class Curve:
     max_log_prob_diff: float = 0.0
     """|trainer's - rollout's| over all trained tokens, before the update"""
     seconds: list[float] = field(default_factory=list)
+    """of each step, its rollouts and its updates"""
+    cpu_seconds: list[float] = field(default_factory=list)
 
     def add(self, step: int, groups: list[Group]) -> None:
         requests = [request for group in groups for request in group.requests]
@@ -187,11 +189,12 @@ async def train(
             if step % config.evaluate_every == 0:
                 await evaluate(step)
             optimizer.param_groups[0]["lr"] = lr * (1 - step / config.steps)
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             drawn = rows_of(config, step)
             samples = samples_of(await rollout.generate(drawn, num_samples=config.num_samples))
             gap = learn(model, optimizer, samples, config, pad_id=pad_id)
             curve.seconds.append(time.perf_counter() - started)
+            curve.cpu_seconds.append(time.process_time() - busy)
             curve.batch_reward.append(fmean(sample.reward or 0.0 for sample in samples))
             curve.max_log_prob_diff = max(curve.max_log_prob_diff, gap)
         engine.forget(weight_version=config.steps)
@@ -228,6 +231,7 @@ def play_arms(config: Config, out: Path) -> dict[str, Any]:
         "tool_use_last": trained.tool_use[-1],
         "max_log_prob_diff": max(curve.max_log_prob_diff for curve in curves.values()),
         "seconds_per_step": fmean(trained.seconds),
+        "cpu_seconds_per_step": fmean(trained.cpu_seconds),
         "seconds": time.perf_counter() - started[0],
         "cpu_seconds": time.process_time() - started[1],
         "config": asdict(config),

@@ -19,6 +19,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,9 +138,12 @@ def trl_train(
             reward_funcs=reward,
             environment_factory=Boxes,  # type: ignore[arg-type]
         )
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         trainer.train()
-    return compared | {"seconds_per_step": (time.perf_counter() - started) / config.steps}
+    return compared | {
+        "seconds_per_step": (time.perf_counter() - started) / config.steps,
+        "cpu_seconds_per_step": (time.process_time() - busy) / config.steps,
+    }
 
 
 def _as_ours(output: dict[str, Any], row: int, given: dict[str, Any], codec: Codec) -> bool:
@@ -174,7 +178,8 @@ def main() -> None:
     warm_up(start, codec, seed=config.seed, steps=config.warm_up_steps)
     curve, _ = run(train(copy.deepcopy(start), words, config, lr=config.lr, tool=OpenBox))
     ours = {"reward_first": curve.reward[0], "reward_last": curve.reward[-1]}
-    ours["seconds_per_step"] = sum(curve.seconds) / len(curve.seconds)
+    ours |= {"seconds_per_step": fmean(curve.seconds)}
+    ours |= {"cpu_seconds_per_step": fmean(curve.cpu_seconds)}
     trl = trl_train(start, words, config, codec)
     measured, _ = run(train(start, words, replace(config, steps=0), lr=0.0, tool=OpenBox))
     trl |= {"reward_first": curve.reward[0], "reward_last": measured.reward[0]}
