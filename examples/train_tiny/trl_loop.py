@@ -82,7 +82,7 @@ def trl_train(
     model: PreTrainedModel, words: PreTrainedTokenizerFast, config: Config, codec: Codec
 ) -> dict[str, Any]:
     """Train `model` in place with GRPOTrainer. Returns seconds per step and the compared rows."""
-    from datasets import Dataset  # type: ignore[import-untyped]
+    from datasets import Dataset
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
