@@ -44,7 +44,9 @@ def test_a_call_is_six_tokens_and_its_text_is_kept() -> None:
 
 
 def test_no_held_out_prompt_is_trained_on_and_what_a_box_holds_varies() -> None:
-    held_out, trained = ({row.prompt for row in rows(900, 0, held_out=h)} for h in (True, False))
+    held_out, trained = (
+        {str(row.prompt) for row in rows(900, 0, held_out=h)} for h in (True, False)
+    )
     assert (len(held_out), len(trained)) == (8, 24)
     assert not held_out & trained
     assert len({row.label for row in rows(900, 0) if row.prompt == "Look into the red box."}) == 8

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -32,6 +32,8 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
     """A random Llama of 100,000 weights. Wide initial ones let attention learn within seconds."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    end: Any = tokenizer.eos_token_id
+    padding: Any = tokenizer.pad_token_id
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -43,8 +45,8 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalL
         tie_word_embeddings=True,
         initializer_range=0.15,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=end,
+        pad_token_id=padding,
     )
     return LlamaForCausalLM(config)
 

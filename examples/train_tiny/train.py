@@ -175,7 +175,8 @@ async def train(
         seed=config.seed,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    curve, pad_id = Curve(), int(tokenizer.pad_token_id)
+    curve = Curve()
+    pad_id: Any = tokenizer.pad_token_id
     torch.manual_seed(config.seed)
 
     async def evaluate(step: int) -> list[Sample]:
@@ -240,7 +241,7 @@ def play_arms(config: Config, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument(
         "--quick", action="store_true", help="8 steps instead of 16, evaluated at both ends"

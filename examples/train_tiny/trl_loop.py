@@ -163,7 +163,7 @@ def _as_ours(output: dict[str, Any], row: int, given: dict[str, Any], codec: Cod
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--json", type=Path, default=Path("train-tiny-out/trl.json"))
