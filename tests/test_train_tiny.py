@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from examples.train_tiny.boxes import CALL, OpenBox, rows, tokenizer
+from examples.train_tiny.plot import plot
 from examples.train_tiny.policy import tiny_llama
 from examples.train_tiny.train import ARMS, Config, log_probs_of, play_arms, train
 from fsm_rollout import run
@@ -79,6 +80,12 @@ def test_the_kept_samples_are_those_of_the_kept_checkpoint(small_run: tuple[Any,
     assert report.samples == SMALL.held_out
     for sample in read_samples(out / "samples.jsonl"):
         assert {version for version, _ in sample.weight_versions} == {SMALL.steps}
+
+
+def test_the_curves_become_a_picture(small_run: tuple[Any, Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot([small_run[0]] * 2, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_at_learning_rate_0_no_bit_of_the_weights_changes(small_run: tuple[Any, Path]) -> None:

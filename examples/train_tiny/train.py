@@ -1,7 +1,7 @@
 """GRPO on the CPU: a tiny model learns to call a tool and to use what it says.
 
-    python examples/train_tiny/train.py --quick --seed 0 --json out/quick.json    half a minute
-    python examples/train_tiny/train.py --seed 0 1 2 --json out/full.json --plot out/curves.png
+    python examples/train_tiny/train.py --quick --seed 0 --json FILE           half a minute
+    python examples/train_tiny/train.py --seed 0 1 2 --json FILE --plot FILE.png
 
 Everything that a trainer of your own needs stands in `learn` and `train`. Beside the trained arm
 run two controls from the same warmed-up weights: `lr0`, whose learning rate is 0, and `no_tool`,

@@ -1,6 +1,6 @@
 """The same model, task and updates through TRL's own tool loop, beside `train.py`.
 
-    python examples/train_tiny/trl_loop.py --seed 0 --json out/trl.json
+    python examples/train_tiny/trl_loop.py --seed 0 --json FILE
 
 Both start from the same warmed-up weights and see the same prompts in the same order; both are
 measured on the held-out prompts by the same rollouts. TRL plays with `environment_factory`. The
