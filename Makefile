@@ -14,7 +14,7 @@ ROWS ?= 64
 SEED ?= 0
 JOBS ?= 2
 
-.PHONY: help demo test check fix cov bench bench-verl vllm verl soak mutants clean
+.PHONY: help demo train test check fix cov bench bench-verl vllm verl soak mutants clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -23,6 +23,10 @@ help:  ## what there is to make
 
 demo: $(VENV)/demo.ready  ## a real model with and without a calculator; ROWS=64 SEED=0
 	$(BIN)/python -m examples.demo --rows $(ROWS) --seed $(SEED)
+
+train: $(VENV)/train.ready  ## a tiny model learns to use a tool, beside two controls; SEED=0
+	$(BIN)/python examples/train_tiny/train.py --quick --seed $(SEED) \
+	  --json train-tiny-out/result.json --plot train-tiny-out/curves.png
 
 test: $(VENV)/test.ready  ## all tests, doctests and documentation examples
 	$(BIN)/pytest -n $(JOBS)
@@ -69,7 +73,7 @@ mutants: $(VENV)/test.ready  ## plant each bug of tests/mutants; the property te
 	$(BIN)/python tests/mutants/run.py
 
 clean:  ## remove the environment and everything that was built
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-verl build dist .coverage* .*_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-verl build dist train-tiny-out .coverage* .*_cache
 
 # Environments of their own: what is compared with, or served by, pins other versions.
 $(VENV)-vllm/ready:

@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -27,7 +28,9 @@ from pathlib import Path
 import pytest
 
 import fsm_rollout
-from fsm_rollout.config import load_config
+from fsm_rollout.adapters.slime.config import config_of
+from fsm_rollout.adapters.verl.settings import settings_of
+from fsm_rollout.config import load_config, read_yaml
 from fsm_rollout.states.diagram import mermaid
 
 ROOT = Path(__file__).parents[1]
@@ -135,7 +138,14 @@ def test_every_config_that_is_shown_can_be_loaded(tmp_path: Path) -> None:
         for fence in FENCE.finditer(page.read_text()):
             if fence["info"].startswith("yaml"):
                 path.write_text(fence["body"])
-                load_config(path)
+                match page.stem:
+                    case "train-with-slime":
+                        config_of(Namespace(**read_yaml(path)))
+                    case "train-with-verl":
+                        [entry] = read_yaml(path)
+                        settings_of(entry)
+                    case _:
+                        load_config(path)
 
 
 def test_the_diagrams_in_the_pages_are_the_one_that_the_table_gives() -> None:
