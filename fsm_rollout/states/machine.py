@@ -149,7 +149,7 @@ class Machine:
                     request,
                     request.seq,
                     request.attempt,
-                    request.num_turns,
+                    request._earlier_turns + sample.num_turns,
                     event,
                     source,
                     dest,
