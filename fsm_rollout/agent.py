@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
@@ -207,6 +207,9 @@ Agent: TypeAlias = Callable[[Context], Awaitable[object]]
 def player(agent: Agent) -> Player:
     """What `Loop.agent` calls. The agent runs in a task of its own: one that hangs or swallows its
     cancellation holds no request, and one that raises aborts its request as agent_error."""
+
+    if not callable(agent):
+        raise ConfigError(f"agent is {agent!r}; give an `async def agent(ctx)`")
 
     async def play(loop: Loop, request: Request, session: ToolSession) -> None:
         request.has_agent = True

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -22,6 +21,7 @@ from fsm_rollout.config import (
     SGLangConfig,
     TransformersConfig,
     VLLMConfig,
+    imported,
     load_config,
 )
 from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line, samples_file
@@ -116,6 +116,7 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
     tools = Toolset(settings.tools)
     checked_rows(rows, tools)  # before a model is loaded
     reward = Rewards.of(_reward(settings), tools)
+    agent = None if settings.agent is None else imported(settings.agent, what="agent")
     engine, tokenizer = _engine(settings)
     try:
         with Progress(len(rows) * settings.num_samples, console=console) as progress:
@@ -128,6 +129,7 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
                 limits=settings.limits,
                 params=settings.sampling,
                 reward=reward,
+                agent=agent,
                 max_concurrent=settings.max_concurrent,
                 seed=settings.seed,
                 listeners=[progress, listener],
@@ -204,29 +206,15 @@ def _loading(field: str, name: str) -> Iterator[None]:
 def _reward(settings: RunConfig) -> RewardFunction | Rewards | None:
     given = settings.reward
     if given is None or isinstance(given, str):
-        return None if given is None else _imported(given)
+        return None if given is None else imported(given, what="reward")
     parts: dict[str, Any] = {}
     for name, part in given.items():
         if isinstance(part, RewardConfig):
             options = msgspec.structs.asdict(part)
-            parts[name] = RewardPart(_imported(options.pop("function")), **options)
+            parts[name] = RewardPart(imported(options.pop("function"), what="reward"), **options)
         else:
-            parts[name] = _imported(part) if isinstance(part, str) else part
+            parts[name] = imported(part, what="reward") if isinstance(part, str) else part
     return Rewards(parts)
-
-
-def _imported(dotted: str) -> RewardFunction:
-    """`module:name`, named by the config's author."""
-    module, _, name = dotted.partition(":")
-    try:
-        found: RewardFunction = getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # what the module runs as it is imported
-        raise ConfigError(
-            f"reward {dotted!r} is not an importable `module:name`: {error!r}"
-        ) from error
-    if not callable(found):
-        raise ConfigError(f"reward {dotted!r} is {found!r}; it must be a function of a request")
-    return found
 
 
 def _say(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -106,6 +107,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reward: str | dict[str, float | str | RewardConfig] | None = None
     """`module:function` of your own, or parts by name: a function each, or a weight for what a tool
     or the turns say; default: the sum of what the tools say"""
+    agent: str | None = None
+    """`module:function` of your own, `async def agent(ctx)`, in place of the built-in loop"""
     limits: Limits = Limits()
     sampling: SamplingParams = SamplingParams()
     num_samples: int = 1
@@ -184,6 +187,17 @@ def template_text(name: str | None, here: Path) -> str | None:
     if name is None or not os.path.isfile(here / name):  # False for text that is no path
         return name
     return _text(here / name, wanted="Jinja")
+
+
+def imported(dotted: str, *, what: str) -> Any:
+    """The object `module:name` that a config's author named. ConfigError when there is none."""
+    module, _, name = dotted.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (Exception, SystemExit) as error:  # what the module runs as it is imported
+        raise ConfigError(
+            f"{what} {dotted!r} is not an importable `module:name`: {error!r}"
+        ) from error
 
 
 def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> None:

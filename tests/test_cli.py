@@ -212,7 +212,7 @@ def test_a_reward_may_be_made_of_parts(
         ({"reward": "broken:x"}, "reward 'broken:x' is not an importable"),
         ({"reward": "raising:x"}, "division by zero"),
         ({"reward": "leaving:x"}, "SystemExit"),
-        ({"reward": "my_rewards:NUMBER"}, "it must be a function"),
+        ({"reward": "my_rewards:NUMBER"}, "give a function or a RewardPart"),
         ({"samples": "."}, "samples cannot be written there"),
         ({"samples": "rows.jsonl/samples.jsonl"}, "samples cannot be written there"),
         ({"samples": "x" * 300}, "samples cannot be written there"),

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from fsm_rollout.adapters.slime.config import (
 )
 from fsm_rollout.adapters.slime.outcome import ASKED_FOR, failed, outcome
 from fsm_rollout.codec import Codec
-from fsm_rollout.config import template_text
+from fsm_rollout.config import imported, template_text
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
@@ -147,8 +146,8 @@ class Player:
                 template_kwargs=getattr(args, "apply_chat_template_kwargs", None),
             ),
             tools=tools,
-            reward=_imported("reward", config.reward),
-            agent=_imported("agent", config.agent),
+            reward=_named("reward", config.reward),
+            agent=_named("agent", config.agent),
             max_concurrent=_most_at_once(args),
             seed=getattr(args, "rollout_seed", None) or 0,
             guards={Event.GENERATE: [step_goes_on]},
@@ -327,14 +326,5 @@ def _tokenizer(checkpoint: str) -> Any:
         raise ConfigError(f"--hf-checkpoint {checkpoint!r} has no tokenizer: {why}") from error
 
 
-def _imported(key: str, dotted: str | None) -> Any:
-    """`module:name`, named by the config's author."""
-    if dotted is None:
-        return None
-    module, _, name = dotted.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"{KEY}.{key} {dotted!r} is not an importable `module:name`: {error!r}"
-        ) from error
+def _named(key: str, dotted: str | None) -> Any:
+    return None if dotted is None else imported(dotted, what=f"{KEY}.{key}")

@@ -15,7 +15,6 @@ from fsm_rollout.adapters.verl.engine import PRIORITY, VerlEngine
 from fsm_rollout.adapters.verl.settings import (
     LoopSettings,
     check_training,
-    imported,
     limits_of,
     log_prob_kind_of,
     prompt_row_of,
@@ -23,6 +22,7 @@ from fsm_rollout.adapters.verl.settings import (
     selection_of,
 )
 from fsm_rollout.codec import Codec
+from fsm_rollout.config import imported
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits

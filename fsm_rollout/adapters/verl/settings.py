@@ -6,13 +6,12 @@ by attribute and key.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
+from fsm_rollout.config import check_keys
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
@@ -43,15 +42,10 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def settings_of(entry: Mapping[str, Any]) -> LoopSettings:
     """The entry, checked. ConfigError names the key and suggests the one that was meant."""
     values = {key: _plain(value) for key, value in entry.items() if key not in ("name", "_target_")}
-    known = LoopSettings.__struct_fields__
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"agent loop {entry.get('name')!r}: unknown key {key!r}; {hint}")
     try:
+        check_keys(values, LoopSettings, "")
         return msgspec.convert(values, LoopSettings)
-    except msgspec.ValidationError as error:
+    except (ConfigError, msgspec.ValidationError) as error:
         raise ConfigError(f"agent loop {entry.get('name')!r}: {error}") from error
 
 
@@ -180,17 +174,6 @@ def _given(hooks: Any) -> Any:
         for hook, kwargs in hooks.items()
         if kwargs is not None
     }
-
-
-def imported(dotted: str, *, what: str) -> Any:
-    """The object `module:name`. ConfigError when there is none."""
-    module, _, name = dotted.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"{what} {dotted!r} is not an importable `module:name`: {error!r}"
-        ) from error
 
 
 def _plain(value: Any) -> Any:
