@@ -45,15 +45,17 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
-    used = [_is_used(args, sample) for sample in samples]
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    by_group = estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
+    used = [_is_used(args, sample, by_group=by_group) for sample in samples]
+    used = _alike(args, samples, used)
     if samples and not any(used):
         raise HandOverError(
             f"none of {len(samples)} samples can be trained on; the first one, sample "
             f"{samples[0].index}: {_why(samples[0])}"
         )
     raw = [reward_value(sample, args) or 0.0 for sample in samples]
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    if estimator not in _BY_GROUP or not getattr(args, "rewards_normalization", True):
+    if not by_group:
         return raw, list(raw)
     groups: dict[Any, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number, (sample, value) in enumerate(zip(samples, raw, strict=True)):
@@ -75,17 +77,39 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, normalised
 
 
-def _is_used(args: Any, sample: Any) -> bool:
+def _is_used(args: Any, sample: Any, *, by_group: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
-    if sample.remove_sample:
-        return False
     why = fault_of(sample)
-    if not why and reward_value(sample, args) is None:
-        why = f"its reward is {sample.reward!r}, which is no finite number"
+    if not why and not sample.remove_sample:
+        if reward_value(sample, args) is None:
+            why = f"its reward is {sample.reward!r}, which is no finite number"
+        elif by_group and sample.group_index is None:
+            why = "it has no group_index, and its reward is compared with those of its group"
     if why:
-        logger.warning("sample %s is not trained: %s", sample.index, why)
-        fail(sample, why, args)
-    return not why
+        _take_out(args, sample, why)
+    return not why and not sample.remove_sample
+
+
+def _alike(args: Any, samples: Sequence[Any], used: Sequence[bool]) -> list[bool]:
+    """`used` without samples that lack a column of others: slime goes by the first sample alone."""
+    used = list(used)
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        has = [getattr(sample, name, None) is not None for sample in samples]
+        wanted = any(h and u for h, u in zip(has, used, strict=True))
+        for number, sample in enumerate(samples):
+            if wanted and not has[number]:
+                if used[number]:
+                    _take_out(args, sample, f"it has no {name}, and others in the batch have")
+                    used[number] = False
+                setattr(sample, name, [0.0] * sample.response_length)
+            elif has[number] and not wanted:
+                setattr(sample, name, None)
+    return used
+
+
+def _take_out(args: Any, sample: Any, why: str) -> None:
+    logger.warning("sample %s is not trained: %s", sample.index, why)
+    fail(sample, why, args)
 
 
 def _why(sample: Any) -> str:
