@@ -204,6 +204,12 @@ def test_where_slimes_own_normalisation_is_right_ours_is_the_same(
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
+def test_samples_of_a_rollout_that_differ_are_not_divided_by_nothing() -> None:
+    samples = [scored(reward, 0, rollout) for rollout in (0, 1) for reward in (1.0, 0.0)]
+    _, found = post_process_rewards(slime_args(), samples)
+    assert found == pytest.approx([1.118, -1.118] * 2, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     "broken",
     [

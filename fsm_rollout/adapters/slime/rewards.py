@@ -63,10 +63,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
             alone = ("alone", number)  # without a rollout_id a sample is a rollout
             rollout = alone if sample.rollout_id is None else sample.rollout_id
             groups[sample.group_index][rollout].append(value)
-    baselines = {
-        group: baseline([math.fsum(values) / len(values) for values in rollouts.values()])
-        for group, rollouts in groups.items()
-    }
+    baselines = {group: _baseline(list(rollouts.values())) for group, rollouts in groups.items()}
     scale = estimator != "reinforce_plus_plus_baseline"
     scale = scale and getattr(args, "grpo_std_normalization", True)
     normalised = []
@@ -75,6 +72,13 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
         away = value - mean if is_used else 0.0
         normalised.append(away / (deviation + EPSILON) if scale else away)
     return raw, normalised
+
+
+def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
+    """Of a group with these rewards of each rollout's samples."""
+    uneven = [values for values in rollouts if min(values) != max(values)]
+    means = [math.fsum(v) / len(v) if v in uneven else v[0] for v in rollouts]
+    return baseline(means, [value for values in uneven for value in values])
 
 
 def _is_used(args: Any, sample: Any, *, by_group: bool) -> bool:
