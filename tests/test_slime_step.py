@@ -64,6 +64,18 @@ async def of_the_group(args: Any, samples: list[Any]) -> list[float]:
     return [float(sample.index) for sample in samples]
 
 
+async def nothing_for_each(args: Any, sample: Any) -> float | None:
+    return None if sample.index == 1 else 1.0
+
+
+async def nothing_for_group(args: Any, samples: list[Any]) -> list[float | None]:
+    return [await nothing_for_each(args, sample) for sample in samples]
+
+
+def adds_up(args: Any, group: list[Any]) -> DynamicFilterOutput:
+    return DynamicFilterOutput(sum(sample.reward for sample in group) > -1, "never")
+
+
 def not_the_first(args: Any, group: list[Any]) -> DynamicFilterOutput:
     return DynamicFilterOutput(group[0].group_index != 0, "first")
 
@@ -191,6 +203,21 @@ def test_a_reward_model_that_fails_costs_the_sample(start: Any) -> None:
         samples = flat(step.play(args).samples)
     assert [s.status is Status.FAILED for s in samples] == [s.index == 1 for s in samples]
     assert "no such label" in samples[1].metadata["fsm_rollout"]["error"]
+    consume(args, samples)
+
+
+@pytest.mark.parametrize("kind", ["each", "group"])
+def test_a_reward_model_that_says_nothing_costs_the_sample(start: Any, kind: str) -> None:
+    with start() as step:
+        args = step.args(
+            fsm_rollout={"tools": ["tests.playing:Echo"]},
+            custom_rm_path=f"tests.test_slime_step.nothing_for_{kind}",
+            group_rm=kind == "group",
+            dynamic_sampling_filter_path="tests.test_slime_step.adds_up",
+        )
+        samples = flat(step.play(args).samples)
+    assert [s.status is Status.FAILED for s in samples] == [s.index == 1 for s in samples]
+    assert "said None" in samples[1].metadata["fsm_rollout"]["error"]
     consume(args, samples)
 
 

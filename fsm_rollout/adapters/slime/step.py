@@ -145,6 +145,20 @@ async def _score(args: Any, played: Any) -> None:
             except Exception as error:
                 logger.exception("sample %s: the reward model failed", sample.index)
                 record.fail(sample, f"the reward model failed: {error!r}", args)
+        _check_reward(args, sample)
+
+
+def _check_reward(args: Any, sample: Any) -> None:
+    """A finished sample has a reward, or the filters of the step would fall over it.
+
+    What is no number is left alone: a distillation keeps the teacher's answer there.
+    """
+    is_over = not record.is_status(sample, "aborted", "pending", "failed")
+    is_number = sample.reward is None or isinstance(sample.reward, float)
+    if is_over and is_number and record.reward_value(sample, args) is None:
+        why = f"the reward model said {sample.reward!r}, which is no finite number"
+        logger.error("sample %s FAILED: %s", sample.index, why)
+        record.fail(sample, why, args)
 
 
 async def _score_group(args: Any, played: list[Any]) -> None:
@@ -157,6 +171,7 @@ async def _score_group(args: Any, played: list[Any]) -> None:
         rewards = await score(args, scored)
         for sample, reward in zip(scored, rewards, strict=True):
             sample.reward = reward
+            _check_reward(args, sample)
     except Exception as error:
         logger.exception("group %s: the reward model failed", samples[0].group_index)
         for sample in scored:
