@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsm_rollout.adapters.advantages import EPSILON, baseline
-from fsm_rollout.adapters.slime.config import KEY
+from fsm_rollout.adapters.slime.config import KEY, config_of
 from fsm_rollout.adapters.slime.record import fail, fault_of, is_status, reward_value
 from fsm_rollout.errors import HandOverError
+from fsm_rollout.tools.registry import Toolset
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +26,26 @@ _BY_GROUP = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 async def reward(args: Any, sample: Any, **kwargs: Any) -> Any:
     """The reward that the rollout gave to a sample, or to each of several: --custom-rm-path.
 
-    Raises HandOverError for a finished sample that has none: None is not 0.
+    None is not 0: a finished sample that has none is FAILED. Raises HandOverError when no sample of
+    the run could have one.
     """
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
     if sample.reward is None and not is_status(sample, "aborted"):
-        raise HandOverError(
-            f"sample {sample.index} has no reward: give the rollout one (`reward` of fsm.yaml, or "
-            "a tool's calc_reward), or slime a reward model of yours (--custom-rm-path, --rm-type)"
-        )
+        if not _can_score(args):
+            raise HandOverError(
+                f"sample {sample.index} has no reward: give the rollout one (`reward` of fsm.yaml, "
+                "or a tool's calc_reward), or slime a reward model of yours (--custom-rm-path, "
+                "--rm-type)"
+            )
+        _take_out(args, sample, "its tools gave no reward, which is not 0")
     return sample.reward
+
+
+def _can_score(args: Any) -> bool:
+    config = config_of(args)
+    tools = Toolset(config.tools)
+    return config.reward is not None or any("calc_reward" in tools[t].own_hooks for t in tools)
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
