@@ -76,7 +76,7 @@ async def generate(
 
 def player_of(args: Any, stop: tuple[str, ...] = ()) -> Player:
     """The player of this event loop for what `args` say now; one that fits is used again."""
-    for loop in [loop for loop in _PLAYERS if loop.is_closed()]:
+    for loop in [loop for loop in list(_PLAYERS) if loop.is_closed()]:  # of other threads, too
         _PLAYERS.pop(loop, None)
     players = _PLAYERS.setdefault(asyncio.get_running_loop(), {})
     config = config_of(args)
