@@ -10,6 +10,7 @@ tests, so that one sees when verl mends it. `make verl` runs them in verl's envi
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -323,6 +324,28 @@ def test_a_row_that_cannot_be_played_says_why(worker: Any) -> None:
     assert column(out, "status") == ["completed", "aborted"]
     assert "did you mean `check`?" in column(out, "error")[1]
     assert is_stand_in(out, 1)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("column_name", "value", "why"),
+    [
+        ("tools_kwargs", "{}", "tools_kwargs must hold an object, got str"),
+        ("extra_info", "{}", "extra_info must hold an object, got str"),
+        ("extra_info", {"tool_selection": "check"}, "must be a list of names"),
+        ("extra_info", {"tool_selection": 1}, "must be a list of names"),
+        ("extra_info", {"lock": threading.Lock()}, "cannot pickle"),
+        ("priority", "high", "invalid literal"),
+    ],
+)
+def test_a_column_of_another_type_costs_its_row(
+    worker: Any, column_name: str, value: Any, why: str
+) -> None:
+    good = {"tools_kwargs": {"check": {"create_kwargs": {}}}, "extra_info": {}, "priority": 1}
+    batch = rows(2, **{column_name: [value, good[column_name]]})
+    out = played(worker, config(), Client([DONE]), batch)
+    assert column(out, "is_stand_in") == [True, False]
+    assert why in column(out, "error")[0]
 
 
 def test_models_that_want_other_positions_are_left_to_verls_manager() -> None:

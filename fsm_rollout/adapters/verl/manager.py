@@ -86,7 +86,8 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         """Play every row of the batch, those of one `uid` as a group."""
         given = batch.non_tensor_batch
         agent = self.rollout_config.agent.default_agent_loop
-        given.setdefault("agent_name", objects([agent] * len(batch)))
+        names = given.get("agent_name", [None] * len(batch))
+        given["agent_name"] = objects([name or agent for name in names])
         columns = [{name: values[i] for name, values in given.items()} for i in range(len(batch))]
         players = {name: self.player(name) for name in dict.fromkeys(given["agent_name"])}
         for player in players.values():

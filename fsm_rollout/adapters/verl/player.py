@@ -92,13 +92,15 @@ class Player:
         """
         params = sampling_of(sampling_params)
         row = None
-        PRIORITY.set(int(columns.get("priority", 0)))
         try:
+            PRIORITY.set(int(columns.get("priority") or 0))
             rollout = self._rollout(selection_of(columns), params)
             row = prompt_row_of(columns, list(rollout.tools))
             [group] = await rollout.generate([row], num_samples=n)
-        except ConfigError as error:
-            logger.error("row %s cannot be played: %s", columns.get("index", "?"), error)
+        except Exception as error:  # whatever it is, other rows may be good
+            trace = None if isinstance(error, ConfigError) else error
+            number = columns.get("index", "?")
+            logger.error("row %s cannot be played: %s", number, error, exc_info=trace)
             has_log_probs = self._has_log_probs(params)
             return [self._refused(row, columns, error, has_log_probs) for _ in range(n)]
         for request in group.requests:
@@ -149,12 +151,13 @@ class Player:
         )
 
     def _refused(
-        self, row: PromptRow | None, columns: Mapping[str, Any], error: ConfigError, log_probs: bool
+        self, row: PromptRow | None, columns: Mapping[str, Any], error: Exception, log_probs: bool
     ) -> Request:
         """A request that says why it was never played. `log_probs`: the others' have some."""
         prompt = columns.get("raw_prompt") if row is None else row.prompt
         request = Request(prompt=prompt, log_probs=log_probs)
-        request.error, request.final = f"the row cannot be played: {error}", True
+        why = str(error) if isinstance(error, ConfigError) else repr(error)
+        request.error, request.final = f"the row cannot be played: {why}", True
         Machine().fire(Event.ABORT, request, StopReason.INVARIANT)
         request.seal()
         request.sample.sample_id = f"{uuid4().hex[:12]}-refused"

@@ -153,7 +153,7 @@ def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow
         metadata={name: value for name, value in columns.items() if name not in _NO_METADATA},
         tools_kwargs={
             name: _given(hooks)
-            for name, hooks in (columns.get("tools_kwargs") or {}).items()
+            for name, hooks in _mapping(columns, "tools_kwargs").items()
             if hooks is not None and (name in tools or not selected)
         },
         where=f"row {columns.get('index', '?')}",
@@ -162,8 +162,25 @@ def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow
 
 def selection_of(columns: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the tools that a row has; none: all."""
-    selection = (columns.get("extra_info") or {}).get("tool_selection")
-    return () if selection is None else tuple(map(str, selection))
+    selection = _mapping(columns, "extra_info").get("tool_selection")
+    try:
+        names = [] if selection is None else list(selection)
+    except TypeError:
+        names = None
+    if names is None or isinstance(selection, str):
+        raise ConfigError(
+            f"extra_info.tool_selection must be a list of names of tools, got {selection!r}"
+        )
+    return tuple(map(str, names))
+
+
+def _mapping(columns: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = columns.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"the column {name} must hold an object, got {type(value).__name__}")
+    return value
 
 
 _NO_METADATA = ("raw_prompt", "tools_kwargs", "agent_name", "priority")
