@@ -524,6 +524,17 @@ def test_a_reward_function_that_fails_costs_the_sample(checkpoint: str) -> None:
         harmless(sample, args, why)
 
 
+def test_what_a_columnar_file_filled_in_is_absent(checkpoint: str) -> None:
+    kwargs = {"echo": {"create_kwargs": None, "execute_kwargs": {"seed": None}}, "other": None}
+    sample, _, _ = play(checkpoint, sample=sample_of(metadata={"tools_kwargs": kwargs}))
+    assert sample.status is Status.COMPLETED
+
+
+def test_metadata_that_is_none_costs_the_sample(checkpoint: str) -> None:
+    sample, _, args = play(checkpoint, sample=sample_of(metadata="easy"))
+    harmless(sample, args, "its row does not fit")
+
+
 def test_a_tool_that_says_nothing_costs_its_sample(checkpoint: str) -> None:
     sample, _, args = play(checkpoint, fsm_rollout={"tools": ["tests.test_slime:Silent"]})
     assert sample.reward is None

@@ -34,6 +34,7 @@ from fsm_rollout.adapters.slime.config import (
 from fsm_rollout.adapters.slime.outcome import ASKED_FOR, failed, outcome
 from fsm_rollout.codec import Codec
 from fsm_rollout.config import template_text
+from fsm_rollout.dataset import present
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
@@ -237,7 +238,7 @@ class Player:
             "prompt": sample.prompt,
             "label": sample.label,
             "metadata": metadata,
-            "tools_kwargs": metadata.get("tools_kwargs") or {},
+            "tools_kwargs": present(metadata.get("tools_kwargs") or {}),
         }
         request = rollout.request(row, index=sample.index, group_index=sample.group_index)
         request.sample.session_id = record.session_of(sample)

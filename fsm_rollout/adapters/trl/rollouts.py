@@ -177,7 +177,9 @@ class RolloutFunc:
 
     def _entries(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Entry]:
         rows, accelerator = self._rows_of(trainer), trainer.accelerator
-        size = trainer.num_generations if is_training(trainer) else trainer.num_generations_eval
+        size = trainer.num_generations or 1
+        if not is_training(trainer):
+            size = trainer.num_generations_eval or size
         entries: list[Entry] = []
         previous, group_index = None, 0
         for place, prompt in enumerate(prompts, accelerator.process_index * len(prompts)):

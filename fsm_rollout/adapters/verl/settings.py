@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from fsm_rollout.dataset import PromptRow
+from fsm_rollout.dataset import PromptRow, present
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
@@ -152,9 +152,9 @@ def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow
         label=judged.get("ground_truth") if isinstance(judged, Mapping) else None,
         metadata={name: value for name, value in columns.items() if name not in _NO_METADATA},
         tools_kwargs={
-            name: _given(hooks)
-            for name, hooks in _mapping(columns, "tools_kwargs").items()
-            if hooks is not None and (name in tools or not selected)
+            name: hooks
+            for name, hooks in present(_mapping(columns, "tools_kwargs")).items()
+            if name in tools or not selected
         },
         where=f"row {columns.get('index', '?')}",
     )
@@ -184,19 +184,6 @@ def _mapping(columns: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 _NO_METADATA = ("raw_prompt", "tools_kwargs", "agent_name", "priority")
-
-
-def _given(hooks: Any) -> Any:
-    """`{hook_kwargs: {...}}` without what is None."""
-    if not isinstance(hooks, Mapping):
-        return hooks
-    return {
-        hook: {name: value for name, value in kwargs.items() if value is not None}
-        if isinstance(kwargs, Mapping)
-        else kwargs
-        for hook, kwargs in hooks.items()
-        if kwargs is not None
-    }
 
 
 def imported(dotted: str, *, what: str) -> Any:
