@@ -49,6 +49,14 @@ def read_rows(path: Path) -> list[PromptRow]:
     return list(rows.values())
 
 
+def present(tools_kwargs: Any, *, depth: int = 3) -> Any:
+    """`{tool: {hook_kwargs: {...}}}` without None, with which columnar files fill absent keys."""
+    if not depth or not isinstance(tools_kwargs, Mapping):
+        return tools_kwargs
+    held = {name: value for name, value in tools_kwargs.items() if value is not None}
+    return {name: present(value, depth=depth - 1) for name, value in held.items()}
+
+
 def checked_rows(
     rows: Iterable[PromptRow | Mapping[str, Any] | str], tools: Toolset
 ) -> list[PromptRow]:

@@ -83,6 +83,22 @@ def test_a_reward_that_is_missing_is_not_zero() -> None:
         group_advantages(samples)
 
 
+def test_the_order_of_rows_changes_no_advantage() -> None:
+    samples = rollouts(Play(reward=1.0, turns=FORKED), Play(reward=0.0))
+    samples[1].reward, samples[1].sample_id = 0.25, "0.1-0"  # a sub-agent's
+    found = group_advantages(samples)
+    assert group_advantages(samples[::-1]) == found[::-1]
+
+
+@pytest.mark.parametrize("other", [1.0, math.nextafter(1.0, 2)])
+def test_a_sub_agents_own_reward_is_not_divided_by_nothing(other: float) -> None:
+    """All requests of its group earned the same, as they do so often."""
+    samples = rollouts(Play(reward=1.0, turns=FORKED), Play(reward=other))
+    samples[1].reward, samples[1].sample_id = 5.0, "0.1-0"
+    found = group_advantages(samples)
+    assert found == pytest.approx([0.0, math.sqrt(3), 0.0], abs=1e-5)
+
+
 def test_nearly_equal_rewards_stay_small() -> None:
     up = math.nextafter(0.1, 1)
     assert max(map(abs, group_advantages(rewarded(0.1, up, 0.1, up)))) < 1e-9

@@ -104,6 +104,15 @@ class Counts(Tool):
         Counts.released += 1
 
 
+class Silent(Counts):
+    """Has nothing to say about this one."""
+
+    name = "echo"
+
+    def calc_reward(self) -> None:  # type: ignore[override]
+        return None
+
+
 class Broken(Tool):
     """Cannot be opened."""
 
@@ -513,6 +522,25 @@ def test_a_reward_function_that_fails_costs_the_sample(checkpoint: str) -> None:
         config = {**TOOLS, "reward": f"tests.test_slime:{name}"}
         sample, _, args = play(checkpoint, fsm_rollout=config)
         harmless(sample, args, why)
+
+
+def test_what_a_columnar_file_filled_in_is_absent(checkpoint: str) -> None:
+    kwargs = {"echo": {"create_kwargs": None, "execute_kwargs": {"seed": None}}, "other": None}
+    sample, _, _ = play(checkpoint, sample=sample_of(metadata={"tools_kwargs": kwargs}))
+    assert sample.status is Status.COMPLETED
+
+
+def test_metadata_that_is_none_costs_the_sample(checkpoint: str) -> None:
+    sample, _, args = play(checkpoint, sample=sample_of(metadata="easy"))
+    harmless(sample, args, "its row does not fit")
+
+
+def test_a_tool_that_says_nothing_costs_its_sample(checkpoint: str) -> None:
+    sample, _, args = play(checkpoint, fsm_rollout={"tools": ["tests.test_slime:Silent"]})
+    assert sample.reward is None
+    sample.reward = asyncio.run(slime.reward(args, sample))
+    assert (sample.status, sample.remove_sample, sample.reward) == (Status.FAILED, True, 0.0)
+    assert "no reward" in sample.metadata["fsm_rollout"]["error"]
 
 
 def test_without_any_reward_slime_is_left_to_say_so_and_ours_says_what_to_do(

@@ -204,6 +204,12 @@ def test_where_slimes_own_normalisation_is_right_ours_is_the_same(
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
+def test_samples_of_a_rollout_that_differ_are_not_divided_by_nothing() -> None:
+    samples = [scored(reward, 0, rollout) for rollout in (0, 1) for reward in (1.0, 0.0)]
+    _, found = post_process_rewards(slime_args(), samples)
+    assert found == pytest.approx([1.118, -1.118] * 2, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -216,6 +222,10 @@ def test_where_slimes_own_normalisation_is_right_ours_is_the_same(
         {"response_length": 0},
         {"response_length": 3},
         {"status": Theirs.ABORTED},
+        {"remove_sample": True, "loss_mask": [1, 1]},
+        {"remove_sample": True, "rollout_log_probs": [math.nan]},
+        {"group_index": None},
+        {"rollout_log_probs": None},
         {"status": "pending"},
         {"rollout_top_p_token_offsets": [0]},
         {"rollout_routed_experts": [1, 2, 3]},
@@ -235,6 +245,15 @@ def test_one_bad_sample_costs_one_sample_and_no_step(broken: dict[str, Any]) -> 
     assert bad.metadata["fsm_rollout"]["error"]
     rows = consume(slime_args(), samples)
     assert [len(row["trained"]) for row in rows] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_was_taken_out_has_the_columns_of_the_others(*, first: bool) -> None:
+    good, bad = scored(1.0, 0, 0), scored(None, 0, 1)
+    good.rollout_log_probs = None  # of a generate function that asks for none
+    post_process_rewards(slime_args(), [bad, good] if first else [good, bad])
+    assert (good.rollout_log_probs, good.remove_sample) == (None, False)
+    assert (bad.rollout_log_probs, bad.remove_sample) == (None, True)
 
 
 def test_a_step_with_nothing_to_train_is_an_error_that_says_why() -> None:

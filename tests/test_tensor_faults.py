@@ -143,6 +143,10 @@ def test_a_forks_context_that_the_prompt_does_not_hold_stands_in_its_response() 
         padded([first, fork], pad_id=0, prompt_length=4, response_length=4)
     with pytest.raises(HandOverError, match="prompt_length=4 is too short: sample 0-1 has 7"):
         padded([fork], pad_id=0, prompt_length=4)  # nothing here says that it is a fork
+    nameless = good(0)
+    nameless.sample_id = ""
+    with pytest.raises(HandOverError, match="prompt_length=1 is too short"):
+        padded([nameless], pad_id=0, prompt_length=1)
 
 
 def test_a_removed_sample_keeps_its_row_and_trains_nothing() -> None:

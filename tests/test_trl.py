@@ -321,6 +321,19 @@ def test_metrics_of_the_batch_reach_the_trainers_log(tmp_path: Path) -> None:
     assert (logs["rollout/abort/alarm"], logs["rollout/reward_part/reward/mean"]) == (0.0, 1.0)
 
 
+def test_groups_with_equal_prompts_are_two_groups(tmp_path: Path) -> None:
+    groups: list[int] = []
+
+    def note(request: Request) -> float:
+        groups.append(request.group_index)
+        return 1.0
+
+    func = RolloutFunc(engine=scripted(["hi"]), reward=note)
+    with training(func, tmp_path, dataset=rows(1) * 2) as trainer:
+        batch_of(trainer)
+    assert sorted(groups) == [0, 0, 1, 1]
+
+
 def test_what_no_request_is_to_blame_for_ends_the_run(tmp_path: Path) -> None:
     part = RewardPart(lambda requests: [1.0] * len(requests), group=True)
     func = RolloutFunc(engine=scripted(["hi"]), reward=part)

@@ -158,6 +158,7 @@ def test_steps_that_verl_does_not_know_are_unknown() -> None:
     assert version_of({"global_steps": 4}) == 4
     assert steps_of([(None, 3)]) is None
     assert steps_of([(None, 3), (2, 1)]) == (2, 2)
+    assert steps_of([("step-two", 3)]) is None
 
 
 @pytest.mark.parametrize("rows", [4, 5, 6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_one_instance_per_trajectory_and_every_hook_its_kwargs() -> None:
     assert "42" in str(request.sample.response)
     assert request.metrics["n"] == 2
     assert request.reward is None  # it has no calc_reward, which is not 0.0
+
+
+@pytest.mark.parametrize("name", ["truth", "execute_kwargs", "instance_id", "parameters"])
+def test_the_model_cannot_give_what_is_the_rows(name: str) -> None:
+    base = Base()
+    call = {"name": "double", "arguments": {"x": 21, name: {"truth": 1}}}
+    script = [f"<tool_call>{json.dumps(call)}</tool_call>", "done"]
+    rollout = Rollout(
+        ScriptedEngine(script, tokenizer=TOKENIZER), TOKENIZER, tools=[verl_tool(base)]
+    )
+    request = rollout.request("hi")
+    asyncio.run(rollout.run(request))
+    assert f"unknown parameter `{name}`" in request.sample.messages[-2]["content"]
+    assert [event[0] for event in base.events] == ["create", "release"]
 
 
 def test_older_tools_get_their_kwargs_by_name() -> None:

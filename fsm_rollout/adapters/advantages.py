@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fsm_rollout.adapters.handover import require
@@ -24,21 +24,29 @@ EPSILON = 1e-6
 def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[float]:
     """GRPO's advantage of each sample: its reward less the mean of its group.
 
-    The mean is over rollouts, whatever number of samples each has: the reward of a rollout is that
-    of its first sample, which is the request's own. Rollouts of which nothing is trained, and
-    samples taken out by `remove_sample`, are in no mean and get 0.0; so does a rollout that is
-    alone in its group. `scale` divides by the group's standard deviation (of n - 1, plus 1e-6);
-    equal rewards give exactly 0.0.
+    The mean is over rollouts, whatever number of samples each has and in whatever order: the reward
+    of a rollout is the request's own. Rollouts of which nothing is trained, and samples taken out
+    by `remove_sample`, are in no mean and get 0.0; so does a rollout that is alone in its group.
+    `scale` divides by the group's standard deviation (of n - 1, plus 1e-6), in which the reward
+    that a sub-agent has of its own counts too; equal rewards give exactly 0.0.
 
     Raises HandOverError that names each sample that must not be trained on, or has no reward.
     """
     rows = require(samples, log_probs=False)
     usable = {sample.rollout_id for sample in rows if not sample.remove_sample}
-    groups: dict[int, dict[int, float]] = defaultdict(dict)
-    for sample in rows:
+    groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in sorted(rows, key=_depth):
         if sample.rollout_id in usable:
-            groups[sample.group_index].setdefault(sample.rollout_id, sample.reward or 0.0)
-    baselines = {group: baseline(list(rewards.values())) for group, rewards in groups.items()}
+            rewards = groups[sample.group_index][sample.rollout_id]
+            if not (rewards and sample.remove_sample):
+                rewards.append(sample.reward or 0.0)
+    baselines = {
+        group: baseline(
+            [rewards[0] for rewards in rollouts.values()],
+            [reward for rewards in rollouts.values() for reward in rewards if reward != rewards[0]],
+        )
+        for group, rollouts in groups.items()
+    }
     advantages = []
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
@@ -47,12 +55,26 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     return advantages
 
 
-def baseline(rewards: list[float]) -> tuple[float, float]:
-    """Mean and standard deviation (of n - 1) of the rewards of a group; of equal ones (r, 0.0)."""
+def baseline(rewards: list[float], others: Sequence[float] = ()) -> tuple[float, float]:
+    """Mean of the rewards of a group and its standard deviation (of n - 1); of equal ones (r, 0.0).
+
+    others: further rewards that will be compared with the mean. They are in the deviation alone:
+    without them, one that differs in a group of equals would be divided by nothing but EPSILON.
+    """
+    mean, deviation = _moments(rewards)
+    return mean, _moments([*rewards, *others])[1] if others else deviation
+
+
+def _moments(rewards: list[float]) -> tuple[float, float]:
     if min(rewards) == max(rewards):  # a mean of equal floats may miss them by a rounding
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+
+
+def _depth(sample: Sample) -> int:
+    """0 for a request's own samples, whose names are `7-0`; those of its sub-agents are `7.1-0`."""
+    return sample.sample_id.count(".")
 
 
 def rollout_mask_sums(samples: Iterable[Sample]) -> list[int]:

@@ -58,6 +58,8 @@ class Tool:
     """content tokens of one response, beside Limits.max_tool_response_tokens"""
     truncate_side: ClassVar[TruncateSide] = "middle"
     """the side of an oversized response that is dropped"""
+    is_closed: ClassVar[bool] = False
+    """the model may give what `parameters` names and nothing else, as if the schema said so"""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

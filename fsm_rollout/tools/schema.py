@@ -47,7 +47,7 @@ class ToolSchema:
         self._hidden = [p.name for p in execute.parameters.values() if p.is_keyword_only]
         call_text, texts = read_docstring(cls.execute.__doc__, self._visible)
         class_text, _ = read_docstring(cls.__doc__, self._visible)
-        self._is_given = cls.parameters is not None
+        self._is_given, self._is_closed = cls.parameters is not None, cls.is_closed
         self.parameters = _given(cls) if self._is_given else self._derived(texts)
         self.openai: dict[str, Any] = {
             "type": "function",
@@ -72,7 +72,9 @@ class ToolSchema:
         expected = [name for name in self._visible if name not in fixed]
         faults = list(execute.faults(own, expected=expected, forbidden=self._hidden))
         if self._is_given:
-            faults += [f for f in _schema_faults(self.parameters, own, fixed) if f not in faults]
+            closed = {"additionalProperties": False} if self._is_closed else {}
+            found = _schema_faults({**self.parameters, **closed}, own, fixed)
+            faults += [fault for fault in found if fault not in faults]
         if faults:
             known = ", ".join(self.parameters.get("properties", ())) or "none"
             raise ToolError(_short(f"{'; '.join(faults[:_MAX_FAULTS])} (parameters: {known})"))

@@ -25,6 +25,8 @@ class VerlTool(Tool):
     """Drives `base`, the one `BaseTool` object of a run, for one trajectory."""
 
     base: ClassVar[Any]
+    is_closed = True
+    """else a name that the model made up would reach `execute` as if the row had given it"""
 
     async def create(self, **kwargs: Any) -> None:
         """kwargs: the row's; given to `base.create` by name, and as verl does, as create_kwargs."""

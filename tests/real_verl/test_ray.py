@@ -28,6 +28,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import tensordict_utils
 
 from fsm_rollout.adapters.verl import FsmAgentLoopManager, FsmAgentLoopManagerTQ
+from fsm_rollout.adapters.verl.manager_tq import fill_experts
 from fsm_rollout.errors import HandOverError
 from tests.real_verl.setting import (
     EMPTY,
@@ -222,3 +223,25 @@ def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:
     statuses = {tags["bad"]["status"], tags["good"]["status"]}
     assert statuses == {"failure", "finished"}
     assert len(tags) == 3
+
+
+def test_v1_a_reward_that_is_none_costs_one_session() -> None:
+    client = Client([said("no")], [said("a long answer")])
+    parts = {"reward": "tests.real_verl.parts:long_enough"}
+    tags, data = stored(FsmAgentLoopManagerTQ, config(entry=parts, n=2), client, ["none"])
+    assert tags["none"]["status"] == "finished"
+    assert len(tags) == 1 + 1
+    assert [row.sum().item() for row in data["rm_scores"].unbind()] == [1.0]
+
+
+def test_v1_a_session_without_a_token_has_experts_where_its_siblings_have_some() -> None:
+    rows = [
+        {
+            "input_ids": torch.arange(n),
+            **({"routed_experts": torch.ones(n, 2, 1, dtype=torch.int16)} if n > 3 else {}),
+        }
+        for n in (3, 5)
+    ]
+    fill_experts(rows)
+    stacked = tensordict_utils.list_of_dict_to_tensordict(rows)["routed_experts"]
+    assert [tuple(row.shape) for row in stacked.unbind()] == [(3, 2, 1), (5, 2, 1)]

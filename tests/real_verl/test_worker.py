@@ -10,6 +10,7 @@ tests, so that one sees when verl mends it. `make verl` runs them in verl's envi
 from __future__ import annotations
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -325,6 +326,28 @@ def test_a_row_that_cannot_be_played_says_why(worker: Any) -> None:
     assert is_stand_in(out, 1)
 
 
+@WAYS
+@pytest.mark.parametrize(
+    ("column_name", "value", "why"),
+    [
+        ("tools_kwargs", "{}", "tools_kwargs must hold an object, got str"),
+        ("extra_info", "{}", "extra_info must hold an object, got str"),
+        ("extra_info", {"tool_selection": "check"}, "must be a list of names"),
+        ("extra_info", {"tool_selection": 1}, "must be a list of names"),
+        ("extra_info", {"lock": threading.Lock()}, "cannot pickle"),
+        ("priority", "high", "invalid literal"),
+    ],
+)
+def test_a_column_of_another_type_costs_its_row(
+    worker: Any, column_name: str, value: Any, why: str
+) -> None:
+    good = {"tools_kwargs": {"check": {"create_kwargs": {}}}, "extra_info": {}, "priority": 1}
+    batch = rows(2, **{column_name: [value, good[column_name]]})
+    out = played(worker, config(), Client([DONE]), batch)
+    assert column(out, "is_stand_in") == [True, False]
+    assert why in column(out, "error")[0]
+
+
 def test_models_that_want_other_positions_are_left_to_verls_manager() -> None:
     class Mrope(AgentLoopWorker):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -337,11 +360,40 @@ def test_models_that_want_other_positions_are_left_to_verls_manager() -> None:
         Worker()
 
 
-@WAYS
-def test_v0_has_no_place_for_several_samples_of_a_request(worker: Any) -> None:
+def test_v0_has_no_place_for_several_samples_of_a_request() -> None:
     settings = config(entry={"agent": "tests.real_verl.parts:summarises"})
-    with pytest.raises(HandOverError, match="has 2 samples, and verl's V0 takes one row"):
-        played(worker, settings, Client([DONE]), rows(1))
+    why = "has 2 samples, and verl's V0 takes one row"
+    with pytest.raises(HandOverError, match=why):  # verl's manager takes a batch of nothing
+        played(AgentLoopWorker, settings, Client([DONE]), rows(1))
+    out = played(FsmAgentLoopWorker, settings, Client([DONE], [EMPTY]), rows(2))
+    assert column(out, "is_stand_in") == [True, True]
+    assert why in column(out, "error")[0]
+
+
+@WAYS
+def test_workers_agree_on_columns_whatever_came_of_their_rows(worker: Any) -> None:
+    settings = config()
+    for first, second in (([EMPTY], [RIGHT, DONE]), ([RIGHT, DONE], [EMPTY])):
+        outs = [played(worker, settings, Client(script), rows(1)) for script in (first, second)]
+        assert len(DataProto.concat(outs)) == 2
+
+
+@WAYS
+def test_a_row_that_cannot_be_played_fits_an_evaluation_without_log_probs(worker: Any) -> None:
+    kwargs = [{"another": {}}, {"check": {"create_kwargs": {"truth": "42"}}}]
+    batch = rows(2, tools_kwargs=kwargs)
+    batch.meta_info["validate"] = True
+    settings = config(val_kwargs__top_p=0.9)
+    out = played(worker, settings, Client([RIGHT, DONE]), batch)
+    assert "rollout_log_probs" not in out.batch
+    assert column(out, "is_stand_in") == [True, False]
+
+
+@WAYS
+def test_a_group_is_compared_only_where_it_is_whole(worker: Any) -> None:
+    settings = config(entry={"reward": "tests.real_verl.parts:RELATIVE"})
+    with pytest.raises(Exception, match=r"is a group's.*FsmAgentLoopManagerTQ"):  # hydra wraps it
+        played(worker, settings, Client([DONE]), rows(2, uid=["a", "a"]))
 
 
 def test_what_cannot_run_says_so_before_it_starts() -> None:
@@ -411,12 +463,22 @@ def test_who_rewards_is_the_entrys_choice(worker: Any, entry: Any, reward: float
 
 
 def test_a_reward_that_cannot_be_computed_costs_one_row() -> None:
-    judge = Judge(1.0, RuntimeError("no sandbox"), 1.0)
+    judge = Judge(1.0, RuntimeError("no sandbox"), float("nan"), 1.0)
     settings = config(tools="plain")
-    out = judged(FsmAgentLoopWorker, judge, settings, Client([DONE]), rows(3, tools_kwargs={}))
-    assert sum(column(out, "is_stand_in")) == 1
-    assert is_stand_in(out, column(out, "is_stand_in").index(True))
-    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 1.0, 1.0]
+    out = judged(FsmAgentLoopWorker, judge, settings, Client([DONE]), rows(4, tools_kwargs={}))
+    aside = np.flatnonzero(column(out, "is_stand_in")).tolist()
+    assert [is_stand_in(out, row) for row in aside] == [True, True]
+    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_reward_that_is_none_costs_one_row() -> None:
+    settings = config(entry={"reward": "tests.real_verl.parts:long_enough"})
+    client = Client([said("a long answer")], [said("no")])
+    out = played(FsmAgentLoopWorker, settings, client, rows(2))
+    aside = column(out, "is_stand_in").index(True)
+    assert is_stand_in(out, aside)
+    assert "None, which is not 0" in column(out, "error")[aside]
+    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 1.0]
 
 
 # -- what a trainer asks for -----------------------------------------------------------------------

@@ -33,6 +33,7 @@ from fsm_rollout.adapters.slime.config import (
 from fsm_rollout.adapters.slime.outcome import ASKED_FOR, failed, outcome
 from fsm_rollout.codec import Codec
 from fsm_rollout.config import imported, template_text
+from fsm_rollout.dataset import present
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
@@ -75,7 +76,7 @@ async def generate(
 
 def player_of(args: Any, stop: tuple[str, ...] = ()) -> Player:
     """The player of this event loop for what `args` say now; one that fits is used again."""
-    for loop in [loop for loop in _PLAYERS if loop.is_closed()]:
+    for loop in [loop for loop in list(_PLAYERS) if loop.is_closed()]:  # of other threads, too
         _PLAYERS.pop(loop, None)
     players = _PLAYERS.setdefault(asyncio.get_running_loop(), {})
     config = config_of(args)
@@ -236,7 +237,7 @@ class Player:
             "prompt": sample.prompt,
             "label": sample.label,
             "metadata": metadata,
-            "tools_kwargs": metadata.get("tools_kwargs") or {},
+            "tools_kwargs": present(metadata.get("tools_kwargs") or {}),
         }
         request = rollout.request(row, index=sample.index, group_index=sample.group_index)
         request.sample.session_id = record.session_of(sample)

@@ -227,7 +227,8 @@ def _describe(sample: Any, request: Request | None, turn_rewards: Sequence[float
             "turn_rewards": list(turn_rewards),
             "metrics": dict(request.metrics),
         }
-    sample.metadata = {**(sample.metadata or {}), KEY: told}
+    known = sample.metadata if isinstance(sample.metadata, Mapping) else {}
+    sample.metadata = {**known, KEY: told}
 
 
 def _count(sample: Any, row: Sample, metrics: Mapping[str, float]) -> None:

@@ -76,6 +76,7 @@ async def _step(
                 groups = data_source.get_samples(ask_for)
                 if not groups:
                     raise ConfigError("the data source has no more samples")
+                _mask_earlier_steps(args, rollout_id, groups)
                 running |= {asyncio.create_task(_play(args, g, params)): g for g in groups}
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -125,8 +126,6 @@ async def _play(args: Any, group: list[Any], params: Mapping[str, Any]) -> None:
 async def _play_one(args: Any, group: list[Any], place: int, params: Mapping[str, Any]) -> None:
     sample = group[place]
     if not isinstance(sample, list) and record.is_status(sample, "pending", "aborted"):
-        if getattr(args, "mask_offpolicy_in_partial_rollout", False) and sample.response_length:
-            sample.loss_mask = [0] * sample.response_length
         path = getattr(args, "custom_generate_function_path", None)
         play = _of("utils.misc", "load_function")(path) if path else generate
         group[place] = await play(args, sample, dict(params))
@@ -146,6 +145,20 @@ async def _score(args: Any, played: Any) -> None:
             except Exception as error:
                 logger.exception("sample %s: the reward model failed", sample.index)
                 record.fail(sample, f"the reward model failed: {error!r}", args)
+        _check_reward(args, sample)
+
+
+def _check_reward(args: Any, sample: Any) -> None:
+    """A finished sample has a reward, or the filters of the step would fall over it.
+
+    What is no number is left alone: a distillation keeps the teacher's answer there.
+    """
+    is_over = not record.is_status(sample, "aborted", "pending", "failed")
+    is_number = sample.reward is None or isinstance(sample.reward, float)
+    if is_over and is_number and record.reward_value(sample, args) is None:
+        why = f"the reward model said {sample.reward!r}, which is no finite number"
+        logger.error("sample %s FAILED: %s", sample.index, why)
+        record.fail(sample, why, args)
 
 
 async def _score_group(args: Any, played: list[Any]) -> None:
@@ -158,6 +171,7 @@ async def _score_group(args: Any, played: list[Any]) -> None:
         rewards = await score(args, scored)
         for sample, reward in zip(scored, rewards, strict=True):
             sample.reward = reward
+            _check_reward(args, sample)
     except Exception as error:
         logger.exception("group %s: the reward model failed", samples[0].group_index)
         for sample in scored:
@@ -179,6 +193,14 @@ def _keep_for_later(rollout_id: int, data_source: Any, groups: list[Any]) -> Non
             sample.metadata.setdefault("start_rollout_id", rollout_id)
     if groups:
         data_source.add_samples(groups)
+
+
+def _mask_earlier_steps(args: Any, rollout_id: int, groups: list[Any]) -> None:
+    """What other weights sampled, also in samples that were over before the rest of their group."""
+    if getattr(args, "mask_offpolicy_in_partial_rollout", False):
+        for sample in _flat(groups):
+            if (sample.metadata or {}).get("start_rollout_id", rollout_id) != rollout_id:
+                sample.loss_mask = [0] * sample.response_length
 
 
 def _give_back(args: Any, data_source: Any, group: list[Any], aborts: Counter[int]) -> None:

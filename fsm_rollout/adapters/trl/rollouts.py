@@ -177,10 +177,13 @@ class RolloutFunc:
 
     def _entries(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Entry]:
         rows, accelerator = self._rows_of(trainer), trainer.accelerator
+        size = trainer.num_generations or 1
+        if not is_training(trainer):
+            size = trainer.num_generations_eval or size
         entries: list[Entry] = []
         previous, group_index = None, 0
-        for prompt in prompts:
-            if prompt != previous:  # those of a group stand side by side
+        for place, prompt in enumerate(prompts, accelerator.process_index * len(prompts)):
+            if prompt != previous or place % size == 0:  # two groups may have equal prompts
                 previous, group_index = prompt, next(self._groups)
             index = next(self._played) * accelerator.num_processes + accelerator.process_index
             entries.append(Entry(rows[prompt], index, group_index))

@@ -132,7 +132,10 @@ def steps_of(versions: Sequence[tuple[WeightVersion, int]]) -> tuple[int, int] |
     """The first and last step among versions that `version_of` made; None: none is known."""
     steps: list[int] = []
     for version, _ in versions:
-        steps += [int(step) for step in str(version).split("..")] if version is not None else []
+        try:
+            steps += [int(step) for step in str(version).split("..")] if version is not None else []
+        except ValueError:  # a name, of a client that is not verl's
+            return None
     return (min(steps), max(steps)) if steps else None
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.verl.engine import steps_of
-from fsm_rollout.errors import HandOverError
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -39,19 +38,26 @@ def rows_of(request: Request, *, pad_id: int) -> list[Sample]:
 def row_of(request: Request, *, pad_id: int) -> tuple[Sample, bool]:
     """The one row that verl's V0 takes of a request, and whether it has an outcome.
 
-    If not, because the request was ABORTED or its sample refused, it is a stand-in: one pad token
-    with mask 0 behind the prompt, or behind another pad token where the prompt never fitted.
-    Raises HandOverError for a request of several samples: V0 would lose all but one.
+    If not, because the request was ABORTED, its sample refused or it has several, it is a stand-in:
+    one pad token with mask 0 behind the prompt, or behind another pad token where the prompt never
+    fitted.
     """
     rows = rows_of(request, pad_id=pad_id)
     if len(rows) > 1:
-        raise HandOverError(
-            f"request {request.index} has {len(rows)} samples, and verl's V0 takes one row per "
-            "prompt: use V1 (verl.trainer.main_ppo)"
-        )
+        request.error = several(request, len(rows))
+        logger.error("not handed to verl: %s", request.error)
+        rows = []
     if rows:
         return rows[0], True
     return stand_in(request.samples[0], request, pad_id), False
+
+
+def several(request: Request, count: int) -> str:
+    """Why V0 does not get a request."""
+    return (
+        f"request {request.index} has {count} samples, and verl's V0 takes one row per prompt: use "
+        "V1 (verl.trainer.main_ppo)"
+    )
 
 
 def stand_in(sample: Sample, request: Request, pad_id: int) -> Sample:

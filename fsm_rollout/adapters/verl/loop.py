@@ -16,9 +16,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.adapters.handover import trained
-from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, row_of, rows_of
+from fsm_rollout.adapters.verl.export import (
+    extra_fields,
+    metrics_of,
+    row_of,
+    rows_of,
+    several,
+)
 from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
+from fsm_rollout.errors import HandOverError
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 
@@ -45,6 +52,7 @@ class FsmAgentLoop:
         settings = settings_of(_agent_loop_registry.get(name, {"name": name}))
         loaded = getattr(tools, "tools", ())
         self._player = player_of(trainer_config.config, server_manager, tokenizer, loaded, settings)
+        self._player.check_plays_alone()
 
     async def run(
         self, sampling_params: dict[str, Any], **columns: Any
@@ -54,10 +62,13 @@ class FsmAgentLoop:
         V1 gives each session a `session_id`. There an ABORTED request has no output, and its
         siblings remain a group. V0 takes one row of each: here a stand-in with mask 0, and reward
         0.0 where the rollout gives rewards. FsmAgentLoopManager knows the group, and does better.
+        Raises HandOverError in V0 for a request of several samples.
         """
         [request] = await self._player.play(columns, sampling_params)
         if "session_id" in columns:
             return outputs_of(self._player, request)
+        if len(request.rows) > 1:  # nobody would notice a batch of stand-ins alone
+            raise HandOverError(several(request, len(request.rows)))
         sample, has_outcome = row_of(request, pad_id=self._player.pad_id)
         output = output_of(self._player, request, sample)
         output.extra_fields["is_stand_in"] = not has_outcome

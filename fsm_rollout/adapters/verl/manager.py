@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 LOOP = "fsm_rollout.adapters.verl.FsmAgentLoop"
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 _EXPERTS = "rollout_routed_experts"
+_ALWAYS = ("extras", "reward_extra_info")
+"""columns that there are, even when no row has something to say"""
 
 
 @dataclass(slots=True)
@@ -58,12 +61,18 @@ class Row:
     """False: a stand-in"""
     reward: float | None = None
 
+    def stand_aside(self, sample: Sample, why: str) -> None:
+        """Have the stand-in `sample` in its place."""
+        self.sample, self.has_outcome = sample, False
+        self.extra |= {"error": why, "is_stand_in": True}
+
 
 class FsmAgentLoopWorker(AgentLoopWorker):
     """verl's worker, for rows whose agent is FsmAgentLoop; it plays them without making one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._experts_shape: tuple[int, ...] | None = None
         why = "it asks no teacher" if self.distillation_enabled else ""
         if hasattr(self.processor, "get_rope_index"):
             why = "it lays out one position per token, and the model wants M-RoPE's four"
@@ -77,9 +86,12 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         """Play every row of the batch, those of one `uid` as a group."""
         given = batch.non_tensor_batch
         agent = self.rollout_config.agent.default_agent_loop
-        given.setdefault("agent_name", objects([agent] * len(batch)))
+        names = given.get("agent_name", [None] * len(batch))
+        given["agent_name"] = objects([name or agent for name in names])
         columns = [{name: values[i] for name, values in given.items()} for i in range(len(batch))]
         players = {name: self.player(name) for name in dict.fromkeys(given["agent_name"])}
+        for player in players.values():
+            player.check_plays_alone()
         validate = bool(batch.meta_info.get("validate", False))
         does_sample = [validate or bool(row.pop("__do_sample__", True)) for row in columns]
         played: dict[int, Row] = {}
@@ -99,7 +111,12 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                     tasks.create_task(play(numbers))
         except BaseExceptionGroup as bugs:  # nothing that a row, a tool or a server did
             raise bugs.exceptions[0] from bugs
-        return self._batch([played[number] for number in range(len(batch))], batch)
+        # what a batch has must not depend on its rows: verl joins those of all workers
+        has_rewards = self.reward_loop_worker_handles is not None or all(
+            player.gives_rewards for player in players.values()
+        )
+        rows = [played[number] for number in range(len(batch))]
+        return self._batch(rows, batch, has_rewards=has_rewards)
 
     def player(self, name: str) -> Player:
         """The player of the YAML entry of that name. ConfigError when it is none of ours."""
@@ -129,23 +146,32 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         elif self.reward_loop_worker_handles is not None:
             output = output_of(player, request, sample)
             try:
-                await self._compute_score([output], kwargs=columns)
+                row.reward = await self.score([output], columns)
             except Exception as error:  # of a reward function, in verl's process for it
+                why = f"verl's reward loop: {error!r}"
                 logger.error("sample %s has no reward", sample.sample_id, exc_info=error)
-                row.sample, row.has_outcome = stand_in(sample, request, player.pad_id), False
-                row.extra |= {"error": f"verl's reward loop raised {error!r}", "is_stand_in": True}
+                row.stand_aside(stand_in(sample, request, player.pad_id), why)
             else:
-                row.reward, row.metrics["compute_score"] = (
-                    output.reward_score,
-                    output.metrics.compute_score,
-                )
+                row.metrics["compute_score"] = output.metrics.compute_score
                 row.extra["reward_extra_info"] = output.extra_fields["reward_extra_info"]
+        elif player.gives_rewards:
+            why = "its reward is None, which is not 0"
+            logger.error("sample %s is not handed to verl: %s", sample.sample_id, why)
+            row.stand_aside(stand_in(sample, request, player.pad_id), why)
         return row
 
-    def _batch(self, rows: Sequence[Row], given: DataProto) -> DataProto:
+    async def score(self, outputs: list[Any], columns: dict[str, Any]) -> float:
+        """What verl's reward loop says of a request. Raises what that does, and for no number."""
+        await self._compute_score(outputs, kwargs=columns)
+        reward = outputs[-1].reward_score
+        if reward is None or not math.isfinite(reward):
+            raise HandOverError(f"the reward is {reward!r}, and must be a finite number")
+        return float(reward)
+
+    def _batch(self, rows: Sequence[Row], given: DataProto, *, has_rewards: bool) -> DataProto:
         """The rows as verl's worker lays them out."""
         samples = [row.sample for row in rows]
-        has_experts = any(sample.rollout_routed_experts is not None for sample in samples)
+        known = [s.rollout_routed_experts for s in samples if s.rollout_routed_experts is not None]
         tensors = padded(
             samples,
             pad_id=self.tokenizer.pad_token_id or 0,
@@ -153,12 +179,16 @@ class FsmAgentLoopWorker(AgentLoopWorker):
             response_length=self.rollout_config.response_length,
             rewards=False,
             log_probs=any(sample.rollout_log_probs is not None for sample in samples),
-            columns=[_EXPERTS] if has_experts else (),
+            columns=[_EXPERTS] if known else (),
         )
         tensors.pop(f"has_{_EXPERTS}", None)
-        if has_experts:
+        if known:
+            self._experts_shape = known[0].shape[1:]
             tensors["routed_experts"] = tensors.pop(_EXPERTS).to(torch.int16)
-        if all(row.reward is not None for row in rows if row.has_outcome):
+        elif self._experts_shape is not None:  # nothing but stand-ins, this time
+            shape = (*tensors["input_ids"].shape, *self._experts_shape)
+            tensors["routed_experts"] = torch.zeros(shape, dtype=torch.int16)
+        if has_rewards:
             tensors["rm_scores"] = scores = torch.zeros(tensors["responses"].shape)
             last = [sample.response_length - 1 for sample in samples]
             rewards = torch.tensor([row.reward or 0.0 for row in rows], dtype=torch.float32)
@@ -168,7 +198,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         columns["__num_turns__"] = np.array([len(s.turns) + 1 for s in samples], np.int32)
         columns |= {
             name: objects([row.extra.get(name) for row in rows])
-            for name in {name: 0 for row in rows for name in (*row.extra, "extras")}
+            for name in dict.fromkeys([*_ALWAYS, *(name for row in rows for name in row.extra)])
         }
         columns["raw_prompt"] = given.non_tensor_batch["raw_prompt"]
         columns["multi_modal_inputs"] = objects([{} for _ in rows])

@@ -78,6 +78,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         rows = [row for rows in await asyncio.gather(*sessions) for row in rows]
         if rows:
             keys, fields, tags = map(list, zip(*rows, strict=True))
+            fill_experts(fields)
             await tq.async_kv_batch_put(
                 keys=keys,
                 fields=list_of_dict_to_tensordict(fields),
@@ -96,13 +97,15 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         if samples and reward is None and self.reward_loop_worker_handles is not None:
             outputs = outputs_of(player, request)
             try:
-                await self._compute_score(outputs, kwargs=columns)
+                reward = await self.score(outputs, columns)
             except Exception as error:  # of a reward function, in verl's process for it
                 logger.error("sample %s has no reward", samples[-1].sample_id, exc_info=error)
                 return []
-            reward = outputs[-1].reward_score
             metrics["compute_score"] = outputs[-1].metrics.compute_score
             told["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
+        elif samples and reward is None and player.gives_rewards:
+            logger.error("sample %s: its reward is None, which is not 0", samples[-1].sample_id)
+            return []
         rows = []
         for number, sample in enumerate(samples):
             extra = {**extra_fields(request, sample), **told}
@@ -152,6 +155,15 @@ def _fields(sample: Sample, reward: float | None) -> dict[str, Any]:
         fields["rm_scores"] = torch.zeros(len(mask), dtype=torch.float32)
         fields["rm_scores"][-1] = reward
     return fields
+
+
+def fill_experts(rows: list[dict[str, Any]]) -> None:
+    """Rows without a forwarded token get zeros where others have experts: verl stacks them."""
+    shapes = [row["routed_experts"].shape[1:] for row in rows if "routed_experts" in row]
+    for row in rows:
+        if shapes and "routed_experts" not in row:
+            shape = (len(row["input_ids"]), *shapes[0])
+            row["routed_experts"] = torch.zeros(shape, dtype=torch.int16)
 
 
 def _at(column: Any, number: int) -> Any:

@@ -71,6 +71,17 @@ class Player:
         )
         self.gives_rewards = settings.reward != "verl" and bool(says)
         """False: verl's reward loop is asked"""
+        self.group_rewards = tuple(rollout.loop.rewards.by_group)
+        """the parts of the reward that compare a whole group"""
+
+    def check_plays_alone(self) -> None:
+        """Raise ConfigError when a reward compares a group: the caller may have a part of it."""
+        if self.group_rewards:
+            raise ConfigError(
+                f"the reward {self.group_rewards[0]!r} is a group's, and here a group may be "
+                "played in parts: use verl's V1 with FsmAgentLoopManagerTQ, which plays whole "
+                "groups, or a reward without it"
+            )
 
     async def play(
         self, columns: Mapping[str, Any], sampling_params: Mapping[str, Any], *, n: int = 1
@@ -81,14 +92,17 @@ class Player:
         """
         params = sampling_of(sampling_params)
         row = None
-        PRIORITY.set(int(columns.get("priority", 0)))
         try:
+            PRIORITY.set(int(columns.get("priority") or 0))
             rollout = self._rollout(selection_of(columns), params)
             row = prompt_row_of(columns, list(rollout.tools))
             [group] = await rollout.generate([row], num_samples=n)
-        except ConfigError as error:
-            logger.error("row %s cannot be played: %s", columns.get("index", "?"), error)
-            return [self._refused(row, columns, error) for _ in range(n)]
+        except Exception as error:  # whatever it is, other rows may be good
+            trace = None if isinstance(error, ConfigError) else error
+            number = columns.get("index", "?")
+            logger.error("row %s cannot be played: %s", number, error, exc_info=trace)
+            has_log_probs = self._has_log_probs(params)
+            return [self._refused(row, columns, error, has_log_probs) for _ in range(n)]
         for request in group.requests:
             for sample in {*request.samples, *request.rows}:  # other processes count from 0, too
                 sample.sample_id = f"{rollout.loop.run_id}-{sample.sample_id}"
@@ -100,10 +114,15 @@ class Player:
         if (known := self._rollouts.get(key)) is None:
             base = self._make(selection) if params is None else self._rollout(selection, None)
             known = base if params is None else base.variant(params=params)
-            if params is not None and not fits(self._kind, params):
-                known.log_probs = False  # an evaluation's sampling: nothing will be trained on it
+            if params is not None:
+                known.log_probs = self._has_log_probs(params)
             self._rollouts[key] = known
         return known
+
+    def _has_log_probs(self, params: SamplingParams) -> bool:
+        """False, too, for an evaluation's sampling that they would not fit: nobody trains on it."""
+        wanted = bool(self._config.actor_rollout_ref.rollout.calculate_log_probs)
+        return wanted and fits(self._kind, params)
 
     def _make(self, selection: tuple[str, ...]) -> Rollout:
         rollout = self._config.actor_rollout_ref.rollout
@@ -132,13 +151,13 @@ class Player:
         )
 
     def _refused(
-        self, row: PromptRow | None, columns: Mapping[str, Any], error: ConfigError
+        self, row: PromptRow | None, columns: Mapping[str, Any], error: Exception, log_probs: bool
     ) -> Request:
-        """A request that says why it was never played."""
+        """A request that says why it was never played. `log_probs`: the others' have some."""
         prompt = columns.get("raw_prompt") if row is None else row.prompt
-        log_probs = bool(self._config.actor_rollout_ref.rollout.calculate_log_probs)
         request = Request(prompt=prompt, log_probs=log_probs)
-        request.error, request.final = f"the row cannot be played: {error}", True
+        why = str(error) if isinstance(error, ConfigError) else repr(error)
+        request.error, request.final = f"the row cannot be played: {why}", True
         Machine().fire(Event.ABORT, request, StopReason.INVARIANT)
         request.seal()
         request.sample.sample_id = f"{uuid4().hex[:12]}-refused"

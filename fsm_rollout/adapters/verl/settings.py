@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from fsm_rollout.config import check_keys
-from fsm_rollout.dataset import PromptRow
+from fsm_rollout.dataset import PromptRow, present
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
@@ -146,9 +146,9 @@ def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow
         label=judged.get("ground_truth") if isinstance(judged, Mapping) else None,
         metadata={name: value for name, value in columns.items() if name not in _NO_METADATA},
         tools_kwargs={
-            name: _given(hooks)
-            for name, hooks in (columns.get("tools_kwargs") or {}).items()
-            if hooks is not None and (name in tools or not selected)
+            name: hooks
+            for name, hooks in present(_mapping(columns, "tools_kwargs")).items()
+            if name in tools or not selected
         },
         where=f"row {columns.get('index', '?')}",
     )
@@ -156,24 +156,28 @@ def prompt_row_of(columns: Mapping[str, Any], tools: Sequence[str]) -> PromptRow
 
 def selection_of(columns: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the tools that a row has; none: all."""
-    selection = (columns.get("extra_info") or {}).get("tool_selection")
-    return () if selection is None else tuple(map(str, selection))
+    selection = _mapping(columns, "extra_info").get("tool_selection")
+    try:
+        names = [] if selection is None else list(selection)
+    except TypeError:
+        names = None
+    if names is None or isinstance(selection, str):
+        raise ConfigError(
+            f"extra_info.tool_selection must be a list of names of tools, got {selection!r}"
+        )
+    return tuple(map(str, names))
+
+
+def _mapping(columns: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = columns.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"the column {name} must hold an object, got {type(value).__name__}")
+    return value
 
 
 _NO_METADATA = ("raw_prompt", "tools_kwargs", "agent_name", "priority")
-
-
-def _given(hooks: Any) -> Any:
-    """`{hook_kwargs: {...}}` without what is None."""
-    if not isinstance(hooks, Mapping):
-        return hooks
-    return {
-        hook: {name: value for name, value in kwargs.items() if value is not None}
-        if isinstance(kwargs, Mapping)
-        else kwargs
-        for hook, kwargs in hooks.items()
-        if kwargs is not None
-    }
 
 
 def _plain(value: Any) -> Any:
