@@ -81,7 +81,8 @@ class Hops:
                 request.set_prompt(ids)
             except InvariantError as error:
                 return self.abort(request, StopReason.PROMPT_OVERFLOW, str(error))
-        if needs_observation(request):  # resumed while its tools ran
+        if needs_observation(request):  # resumed while its tools ran: they run again
+            request.sample.turns[-1].reward = None
             self.machine.settle(Event.OBSERVE, request)
         else:
             self.machine.settle(Event.GENERATE, request)
@@ -219,7 +220,10 @@ class Hops:
         for result in results:
             _add(request, result.response.metrics)
         rewards = [r.response.reward for r in results if r.response.reward is not None]
-        request.sample.turns[-1].reward = sum(rewards) if rewards else None
+        if rewards:  # an agent may run the calls of a turn one by one, and rewrite in between
+            turns = (t for s in reversed(request.samples) for t in reversed(s.turns))
+            turn = next(turn for turn in turns if turn.kind == "model")
+            turn.reward = sum(rewards) + (turn.reward or 0.0)
 
     async def _encoded(
         self, request: Request, ids: Coroutine[Any, Any, list[int]]
