@@ -78,7 +78,9 @@ class Context:
                 await loop.start(request)
             elif request.status is Status.TOOL_CALLING:
                 loop.machine.settle(Event.GENERATE, request)
-            elif _is_finished(request):  # else a call before this one was cancelled by the agent
+            elif _is_unread(request):  # the agent cancelled the call before this one
+                return self._whole(await loop.read(request))
+            elif _is_finished(request):
                 raise RolloutError(
                     f"{self._where()}: the turn before has no answer; `await ctx.observe(...)` "
                     "first, or return to end the request"
@@ -93,7 +95,7 @@ class Context:
         Malformed and unknown ones are answered too. Nothing is recorded before `observe`.
         """
         with self._alone():
-            request = self._answering()
+            request = await self._answering()
             called = self._whole(
                 await self._loop.call(
                     request, self._session, request.calls if calls is None else calls
@@ -110,7 +112,7 @@ class Context:
         """
         checked = checked_messages(messages)
         with self._alone():
-            request = self._answering()
+            request = await self._answering()
             last = request.sample.turns[-1] if request.sample.turns else None
             if last is not None and last.kind == "observation":
                 raise RolloutError(
@@ -130,7 +132,7 @@ class Context:
         """
         checked = checked_messages(messages)
         with self._alone():
-            request = self._answering()
+            request = await self._answering()
             seq = request.seq
             ids = await self._loop.codec.prompt_async(checked)
             self._whole(ids if request.seq == seq else None)
@@ -217,7 +219,7 @@ class Context:
         assert value is not None
         return value
 
-    def _answering(self) -> Request:
+    async def _answering(self) -> Request:
         """The request, TOOL_CALLING."""
         request = self._alive()
         if request.status is Status.PENDING:
@@ -225,6 +227,8 @@ class Context:
         if request.status is Status.GENERATING:
             if not _is_finished(request):
                 raise RolloutError(f"{self._where()}: there is no turn to answer; wait for it")
+            if _is_unread(request):
+                self._whole(await self._loop.read(request))
             self._loop.machine.settle(Event.OBSERVE, request)
         return self._alive()
 
@@ -261,7 +265,8 @@ def player(agent: Agent) -> Player:
             return
         error = flight.task.result()[1]
         if error is None:
-            _complete(loop, request)
+            if not _is_unread(request) or await loop.read(request) is not None:
+                _complete(loop, request)
             return
         logger.error("%s raised", context._where(), exc_info=error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
@@ -285,3 +290,9 @@ def _is_finished(request: Request) -> bool:
     """The last thing in the record is a whole model turn."""
     turns = request.sample.turns
     return bool(turns) and turns[-1].kind == "model" and not turns[-1].is_open
+
+
+def _is_unread(request: Request) -> bool:
+    """It is whole, but the agent cancelled `generate` before it was parsed."""
+    is_generating = request.status is Status.GENERATING
+    return is_generating and _is_finished(request) and not request.sample.turns[-1].messages

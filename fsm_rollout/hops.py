@@ -115,12 +115,18 @@ class Hops:
             if has_room(request):
                 self.abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
                 return None
-            turn.finish = finish = "length"  # and there was no token left to sample
+            turn.finish = "length"  # and there was no token left to sample
+        return await self.read(request)
+
+    async def read(self, request: Request) -> Turn | None:
+        """GENERATING, behind a whole turn that nobody read yet: parse it. None: it was the end."""
+        seq, turn = request.seq, request.sample.turns[-1]
         await self._read(request)
         if request.seq != seq:  # ended meanwhile, or the codec failed
             return None
-        if finish != "stop":
-            reason = StopReason.REPETITION if finish == "repetition" else StopReason.LENGTH
+        if turn.finish != "stop":
+            is_loop = turn.finish == "repetition"
+            reason = StopReason.REPETITION if is_loop else StopReason.LENGTH
             self.machine.settle(Event.TRUNCATE, request, reason)
             return None
         return turn

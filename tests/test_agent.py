@@ -21,7 +21,7 @@ from fsm_rollout.agent import Agent, Context
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
 from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.invariants import violations
+from fsm_rollout.invariants import check, violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import model_turns
@@ -30,7 +30,7 @@ from fsm_rollout.states.table import Event
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool, ToolResponse
 from fsm_rollout.tools.supervisor import GRACE_S
-from tests.playing import CALL, TOKENIZER, Echo, ids, play
+from tests.playing import CALL, TOKENIZER, Echo, ids, play, said_by_tools
 
 
 async def chat(ctx: Context) -> None:
@@ -390,6 +390,39 @@ def test_a_turn_that_takes_too_long_for_the_agent_is_asked_for_again() -> None:
     assert request.status is Status.COMPLETED
     assert trained_texts(request) == ["fast"]
     assert len(engine.asked) == 2
+
+
+@pytest.mark.parametrize("then", ["returns", "generates", "answers"])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_turn_is_read_even_if_the_agent_cancelled_that(then: str, finish: Any) -> None:
+    calls: list[int] = []
+
+    async def impatient(ctx: Context) -> None:
+        ctx._loop.codec = slow = copy(ctx._loop.codec)
+        parse = slow.parse_async
+
+        async def parse_async(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(0.05)  # as for a long turn, in a thread
+            return await parse(*args, **kwargs)
+
+        slow.parse_async = parse_async  # type: ignore[method-assign]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await ctx.generate()
+        if then == "generates":
+            calls.append(len((await ctx.generate()).calls))
+        elif then == "answers":
+            await ctx.observe(await ctx.call_tools())
+
+    request, engine = play([Reply(ids(CALL), finish=finish)], agent=impatient)
+    if finish == "length":
+        assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.LENGTH)
+    else:
+        assert request.status is Status.COMPLETED
+        assert calls == ([1] if then == "generates" else [])
+        assert said_by_tools(request) == (["<hi>"] if then == "answers" else [])
+    assert len(request.sample.turns[0].messages) == len(engine.asked) == 1
+    check(request.sample)
 
 
 def test_a_tool_may_end_the_request_of_an_agent() -> None:
