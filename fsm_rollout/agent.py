@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import RolloutError
+from fsm_rollout.errors import InvariantError, RolloutError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
@@ -128,7 +128,8 @@ class Context:
         """Go on from another history: a summary, or the same without its thinking.
 
         Opens a new row of the request, whose prompt are these messages; see `Request.fork`. What
-        was sampled stays in the row before and is trained there.
+        was sampled stays in the row before and is trained there. Raises InvariantError R3.5.prompt
+        when they are longer than max_context: shorten them, or let it pass, and it is the end.
         """
         checked = checked_messages(messages)
         with self._alone():
@@ -268,6 +269,9 @@ def player(agent: Agent) -> Player:
             if not _is_unread(request) or await loop.read(request) is not None:
                 _complete(loop, request)
             return
+        if isinstance(error, InvariantError) and error.code == "R3.5.prompt":
+            loop.machine.settle(Event.TRUNCATE, request, StopReason.MAX_CONTEXT)
+            return  # a history that outgrew the context is what the policy did
         logger.error("%s raised", context._where(), exc_info=error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
         loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")

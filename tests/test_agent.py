@@ -20,7 +20,7 @@ import fsm_rollout
 from fsm_rollout.agent import Agent, Context
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.invariants import check, violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -150,6 +150,24 @@ def test_thinking_that_the_template_drops_is_dropped_and_trained_all_the_same() 
     assert rows[2].tokens[: rows[2].prompt_length].tolist() == codec.prompt(
         [{k: v for k, v in m.items() if k != "span"} for m in rows[2].prompt]
     )
+
+
+@pytest.mark.parametrize("shortens", [False, True])
+def test_a_history_that_outgrew_the_context_is_shortened_or_the_end(shortens: bool) -> None:
+    async def hoarding(ctx: Context) -> None:
+        await ctx.generate()
+        try:
+            await ctx.rewrite("x" * 500)
+        except InvariantError:
+            if not shortens:
+                raise
+            await ctx.rewrite("x")
+        await ctx.generate()
+
+    request, _ = play(["a", "b"], agent=hoarding, tools=(), limits=Limits(max_context=400))
+    end = (Status.COMPLETED, StopReason.STOP) if shortens else (Status.TRUNCATED, "max_context")
+    assert (request.status, request.stop_reason) == end
+    assert trained_texts(request) == ["a", "b"][: 1 + shortens]
 
 
 def by_prompt(asked: Asked) -> Any:
