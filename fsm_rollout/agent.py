@@ -12,6 +12,7 @@ log-probs and budgets stay the record's, whatever it does: it sees messages, nev
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.session import ToolSession
-from fsm_rollout.tools.supervisor import Flight
+from fsm_rollout.tools.supervisor import Flight, join
 from fsm_rollout.turn import ToolCall, Turn
 
 T = TypeVar("T")
@@ -187,8 +188,8 @@ class Context:
     async def close(self) -> None:
         """The agent is over: what it left running ends, and nothing of it reaches the record."""
         self._is_over = True
-        for flight in self._children:
-            await flight.stop()
+        stops = [flight.stop() for flight in self._children if not flight.is_done]
+        await join([asyncio.create_task(stop) for stop in stops], pass_cancel=False)
 
     def _alive(self) -> Request:
         request = self.request
@@ -257,8 +258,10 @@ def player(agent: Agent) -> Player:
         try:
             await flight.settle(request.limits.request_timeout_s)
         finally:
-            await flight.stop()
-            await context.close()
+            try:
+                await flight.stop()
+            finally:  # cancelled once more, perhaps
+                await context.close()
         if request.is_done or request.attempt != context._attempt or context.was_moved:
             return
         if not flight.is_done:  # abandoned by a clock of ours

@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -265,6 +266,47 @@ def test_sub_agents_that_are_left_running_are_cancelled_with_their_tools_release
     assert [child.stop_reason for child in request.children] == [StopReason.CANCELLED]
     assert released == ["slow", "slow"]
     assert len(request.rows) == 1
+
+
+def test_sub_agents_end_at_once_and_together_even_if_the_run_is_cancelled_twice() -> None:
+    left: list[asyncio.Task[Request]] = []
+
+    async def stubborn(ctx: Context) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.5)
+
+    async def endless(ctx: Context) -> None:
+        while True:
+            await ctx.generate()
+            await ctx.observe("go on")
+
+    async def outer(ctx: Context) -> None:
+        left.extend(asyncio.ensure_future(ctx.spawn("x", agent=stubborn)) for _ in range(9))
+        left.append(asyncio.ensure_future(ctx.spawn("x", agent=endless)))
+        await stubborn(ctx)
+
+    async def main() -> tuple[float, float, Request]:
+        script = lambda asked: Reply(ids("x"), delay_s=0.005)  # noqa: E731
+        engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+        rollout = Rollout(engine, TOKENIZER, agent=outer, limits=Limits(max_turns=1_000))
+        request = rollout.request("hello")
+        running = asyncio.ensure_future(rollout.run(request))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        started = time.monotonic()
+        await asyncio.sleep(0.02)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        seconds, asked = time.monotonic() - started, len(engine.asked)
+        await asyncio.sleep(0.3)
+        return seconds, len(engine.asked) - asked, request
+
+    seconds, asked_later, request = asyncio.run(main())
+    assert seconds < 6 * GRACE_S
+    assert asked_later == 0
+    assert {child.stop_reason for child in request.children} == {StopReason.CANCELLED}
 
 
 # -- what an agent may do wrong ------------------------------------------------------------------
