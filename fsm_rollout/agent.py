@@ -12,20 +12,24 @@ log-probs and budgets stay the record's, whatever it does: it sees messages, nev
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.session import ToolSession
-from fsm_rollout.tools.supervisor import Flight
+from fsm_rollout.tools.supervisor import Flight, join
 from fsm_rollout.turn import ToolCall, Turn
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,8 @@ class Ended(BaseException):
 class Context:
     """What an agent holds: its request, and everything that it may do to it.
 
-    Every method raises Ended once the request has ended.
+    Every method raises Ended once the request has ended. All but `spawn` run one at a time: two at
+    once would write the record from two histories, so the second raises RolloutError.
     """
 
     def __init__(self, loop: Loop, request: Request, session: ToolSession) -> None:
@@ -51,6 +56,9 @@ class Context:
         self._attempt = request.attempt
         self._tool_stops = False
         self._is_over = False
+        self._is_busy = False
+        self.was_moved = False
+        """somebody else aborted and resumed the request: it wants a fresh start of its agent"""
         self._children: list[Flight] = []
 
     @property
@@ -65,36 +73,37 @@ class Context:
         In a request that was resumed, the first call gives the turn that nobody answered yet.
         Raises RolloutError when the turn before has no answer: observe something, or return.
         """
-        request, loop = self._alive(), self._loop
-        if request.status is Status.PENDING:
-            await loop.start(request)
-        elif request.status is Status.TOOL_CALLING:
-            loop.machine.settle(Event.GENERATE, request)
-        elif _is_finished(request):  # else a call before this one was cancelled by the agent
-            raise RolloutError(
-                f"{self._where()}: the turn before has no answer; `await ctx.observe(...)` first, "
-                "or return to end the request"
-            )
-        if self._alive().status is Status.TOOL_CALLING:
-            return request.sample.turns[-1]
-        turn = await loop.turn(request)
-        self._alive()
-        assert turn is not None, "a turn that is none has ended its request"
-        return turn
+        with self._alone() as request:
+            loop = self._loop
+            if request.status is Status.PENDING:
+                await loop.start(request)
+            elif request.status is Status.TOOL_CALLING:
+                loop.machine.settle(Event.GENERATE, request)
+            elif _is_unread(request):  # the agent cancelled the call before this one
+                return self._whole(await loop.read(request))
+            elif _is_finished(request):
+                raise RolloutError(
+                    f"{self._where()}: the turn before has no answer; `await ctx.observe(...)` "
+                    "first, or return to end the request"
+                )
+            if self._alive().status is Status.TOOL_CALLING:
+                return request.sample.turns[-1]
+            return self._whole(await loop.turn(request))
 
     async def call_tools(self, calls: Sequence[ToolCall] | None = None) -> list[Message]:
         """Run calls, default: all of the last turn, and give what to tell the model, in order.
 
         Malformed and unknown ones are answered too. Nothing is recorded before `observe`.
         """
-        request = self._answering()
-        called = await self._loop.call(
-            request, self._session, request.calls if calls is None else calls
-        )
-        self._alive()
-        assert called is not None
-        self._tool_stops |= called.stops
-        return called.messages
+        with self._alone():
+            request = await self._answering()
+            called = self._whole(
+                await self._loop.call(
+                    request, self._session, request.calls if calls is None else calls
+                )
+            )
+            self._tool_stops |= called.stops
+            return called.messages
 
     async def observe(self, messages: str | Sequence[Mapping[str, Any]]) -> None:
         """Tell the model, in place of a user or a tool; once per turn. A str is a user message.
@@ -103,30 +112,33 @@ class Context:
         none, RolloutError when the turn was answered already.
         """
         checked = checked_messages(messages)
-        request = self._answering()
-        last = request.sample.turns[-1] if request.sample.turns else None
-        if last is not None and last.kind == "observation":
-            raise RolloutError(
-                f"{self._where()}: the turn was answered already; pass all messages in one "
-                "`ctx.observe([...])`"
-            )
-        await self._loop.observe(request, checked)
-        self._alive()
-        if self._tool_stops:
-            self._loop.machine.settle(Event.COMPLETE, request, StopReason.TOOL_STOP)
-            self._alive()
+        with self._alone():
+            request = await self._answering()
+            last = request.sample.turns[-1] if request.sample.turns else None
+            if last is not None and last.kind == "observation":
+                raise RolloutError(
+                    f"{self._where()}: the turn was answered already; pass all messages in one "
+                    "`ctx.observe([...])`"
+                )
+            self._whole(await self._loop.observe(request, checked) or None)
+            if self._tool_stops:
+                self._loop.machine.settle(Event.COMPLETE, request, StopReason.TOOL_STOP)
+                self._alive()
 
     async def rewrite(self, messages: str | Sequence[Mapping[str, Any]]) -> None:
         """Go on from another history: a summary, or the same without its thinking.
 
         Opens a new row of the request, whose prompt are these messages; see `Request.fork`. What
-        was sampled stays in the row before and is trained there.
+        was sampled stays in the row before and is trained there. Raises InvariantError R3.5.prompt
+        when they are longer than max_context: shorten them, or let it pass, and it is the end.
         """
-        request = self._answering()
         checked = checked_messages(messages)
-        ids = await self._loop.codec.prompt_async(checked)
-        self._alive()
-        request.fork(ids, prompt=checked)
+        with self._alone():
+            request = await self._answering()
+            seq = request.seq
+            ids = await self._loop.codec.prompt_async(checked)
+            self._whole(ids if request.seq == seq else None)
+            request.fork(ids, prompt=checked)
 
     async def spawn(
         self,
@@ -176,8 +188,8 @@ class Context:
     async def close(self) -> None:
         """The agent is over: what it left running ends, and nothing of it reaches the record."""
         self._is_over = True
-        for flight in self._children:
-            await flight.stop()
+        stops = [flight.stop() for flight in self._children if not flight.is_done]
+        await join([asyncio.create_task(stop) for stop in stops], pass_cancel=False)
 
     def _alive(self) -> Request:
         request = self.request
@@ -185,7 +197,31 @@ class Context:
             raise Ended(f"{self._where()} has ended: {request.stop_reason or 'retried'}")
         return request
 
-    def _answering(self) -> Request:
+    @contextmanager
+    def _alone(self) -> Iterator[Request]:
+        """The request, while no other call of this context runs."""
+        request = self._alive()
+        if self._is_busy:
+            raise RolloutError(
+                f"{self._where()}: another call of this context still runs; await it first, or "
+                "cancel it and await that"
+            )
+        self._is_busy = True
+        try:
+            yield request
+        finally:
+            self._is_busy = False
+
+    def _whole(self, value: T | None) -> T:
+        """What a hop gave. None: the request has ended meanwhile, or was aborted and resumed."""
+        self._alive()
+        if value is None:
+            self._is_over = self.was_moved = True
+            self._alive()
+        assert value is not None
+        return value
+
+    async def _answering(self) -> Request:
         """The request, TOOL_CALLING."""
         request = self._alive()
         if request.status is Status.PENDING:
@@ -193,6 +229,8 @@ class Context:
         if request.status is Status.GENERATING:
             if not _is_finished(request):
                 raise RolloutError(f"{self._where()}: there is no turn to answer; wait for it")
+            if _is_unread(request):
+                self._whole(await self._loop.read(request))
             self._loop.machine.settle(Event.OBSERVE, request)
         return self._alive()
 
@@ -223,17 +261,23 @@ def player(agent: Agent) -> Player:
         try:
             await flight.settle(request.limits.request_timeout_s)
         finally:
-            await flight.stop()
-            await context.close()
-        if request.is_done or request.attempt != context._attempt:
+            try:
+                await flight.stop()
+            finally:  # cancelled once more, perhaps
+                await context.close()
+        if request.is_done or request.attempt != context._attempt or context.was_moved:
             return
         if not flight.is_done:  # abandoned by a clock of ours
             loop.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
             return
         error = flight.task.result()[1]
         if error is None:
-            _complete(loop, request)
+            if not _is_unread(request) or await loop.read(request) is not None:
+                _complete(loop, request)
             return
+        if isinstance(error, InvariantError) and error.code == "R3.5.prompt":
+            loop.machine.settle(Event.TRUNCATE, request, StopReason.MAX_CONTEXT)
+            return  # a history that outgrew the context is what the policy did
         logger.error("%s raised", context._where(), exc_info=error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
         loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")
@@ -256,3 +300,9 @@ def _is_finished(request: Request) -> bool:
     """The last thing in the record is a whole model turn."""
     turns = request.sample.turns
     return bool(turns) and turns[-1].kind == "model" and not turns[-1].is_open
+
+
+def _is_unread(request: Request) -> bool:
+    """It is whole, but the agent cancelled `generate` before it was parsed."""
+    is_generating = request.status is Status.GENERATING
+    return is_generating and _is_finished(request) and not request.sample.turns[-1].messages

@@ -81,7 +81,8 @@ class Hops:
                 request.set_prompt(ids)
             except InvariantError as error:
                 return self.abort(request, StopReason.PROMPT_OVERFLOW, str(error))
-        if needs_observation(request):  # resumed while its tools ran
+        if needs_observation(request):  # resumed while its tools ran: they run again
+            request.sample.turns[-1].reward = None
             self.machine.settle(Event.OBSERVE, request)
         else:
             self.machine.settle(Event.GENERATE, request)
@@ -114,12 +115,18 @@ class Hops:
             if has_room(request):
                 self.abort(request, StopReason.ENGINE_ABORT, "the engine aborted the turn")
                 return None
-            turn.finish = finish = "length"  # and there was no token left to sample
+            turn.finish = "length"  # and there was no token left to sample
+        return await self.read(request)
+
+    async def read(self, request: Request) -> Turn | None:
+        """GENERATING, behind a whole turn that nobody read yet: parse it. None: it was the end."""
+        seq, turn = request.seq, request.sample.turns[-1]
         await self._read(request)
         if request.seq != seq:  # ended meanwhile, or the codec failed
             return None
-        if finish != "stop":
-            reason = StopReason.REPETITION if finish == "repetition" else StopReason.LENGTH
+        if turn.finish != "stop":
+            is_loop = turn.finish == "repetition"
+            reason = StopReason.REPETITION if is_loop else StopReason.LENGTH
             self.machine.settle(Event.TRUNCATE, request, reason)
             return None
         return turn
@@ -219,7 +226,10 @@ class Hops:
         for result in results:
             _add(request, result.response.metrics)
         rewards = [r.response.reward for r in results if r.response.reward is not None]
-        request.sample.turns[-1].reward = sum(rewards) if rewards else None
+        if rewards:  # an agent may run the calls of a turn one by one, and rewrite in between
+            turns = (t for s in reversed(request.samples) for t in reversed(s.turns))
+            turn = next(turn for turn in turns if turn.kind == "model")
+            turn.reward = sum(rewards) + (turn.reward or 0.0)
 
     async def _encoded(
         self, request: Request, ids: Coroutine[Any, Any, list[int]]

@@ -60,6 +60,8 @@ class Request:
     """what went wrong, in words, when the request was aborted"""
     final: bool = False
     """a retry cannot help (an HTTP 400, a broken tool class)"""
+    was_over: bool = False
+    """it had ended before it was aborted: there is nothing to go on with, only a retry"""
     attempt: int = 1
     """counts retries from scratch"""
     seq: int = 0
@@ -260,6 +262,7 @@ class Request:
         self.reward, self.reward_parts, self.metrics, self.error = None, {}, {}, ""
         self.num_tool_calls = self.num_invalid_calls = 0
         self.session = None
+        self.was_over = False
         self.attempt += 1
 
     def seal(self) -> None:

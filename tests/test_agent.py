@@ -8,7 +8,9 @@ pytest.importorskip("transformers")
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,17 @@ import fsm_rollout
 from fsm_rollout.agent import Agent, Context
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
-from fsm_rollout.errors import ConfigError, RolloutError
-from fsm_rollout.invariants import violations
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
+from fsm_rollout.invariants import check, violations
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
+from fsm_rollout.rewards import model_turns
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.states.table import Event
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool, ToolResponse
 from fsm_rollout.tools.supervisor import GRACE_S
-from tests.playing import CALL, TOKENIZER, Echo, ids, play
+from tests.playing import CALL, TOKENIZER, Echo, ids, play, said_by_tools
 
 
 async def chat(ctx: Context) -> None:
@@ -149,6 +153,24 @@ def test_thinking_that_the_template_drops_is_dropped_and_trained_all_the_same() 
     )
 
 
+@pytest.mark.parametrize("shortens", [False, True])
+def test_a_history_that_outgrew_the_context_is_shortened_or_the_end(shortens: bool) -> None:
+    async def hoarding(ctx: Context) -> None:
+        await ctx.generate()
+        try:
+            await ctx.rewrite("x" * 500)
+        except InvariantError:
+            if not shortens:
+                raise
+            await ctx.rewrite("x")
+        await ctx.generate()
+
+    request, _ = play(["a", "b"], agent=hoarding, tools=(), limits=Limits(max_context=400))
+    end = (Status.COMPLETED, StopReason.STOP) if shortens else (Status.TRUNCATED, "max_context")
+    assert (request.status, request.stop_reason) == end
+    assert trained_texts(request) == ["a", "b"][: 1 + shortens]
+
+
 def by_prompt(asked: Asked) -> Any:
     """Sub-agents say who they are, their parent what they said."""
     text = str(TOKENIZER.decode(asked.ids))
@@ -246,6 +268,47 @@ def test_sub_agents_that_are_left_running_are_cancelled_with_their_tools_release
     assert len(request.rows) == 1
 
 
+def test_sub_agents_end_at_once_and_together_even_if_the_run_is_cancelled_twice() -> None:
+    left: list[asyncio.Task[Request]] = []
+
+    async def stubborn(ctx: Context) -> None:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.5)
+
+    async def endless(ctx: Context) -> None:
+        while True:
+            await ctx.generate()
+            await ctx.observe("go on")
+
+    async def outer(ctx: Context) -> None:
+        left.extend(asyncio.ensure_future(ctx.spawn("x", agent=stubborn)) for _ in range(9))
+        left.append(asyncio.ensure_future(ctx.spawn("x", agent=endless)))
+        await stubborn(ctx)
+
+    async def main() -> tuple[float, float, Request]:
+        script = lambda asked: Reply(ids("x"), delay_s=0.005)  # noqa: E731
+        engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+        rollout = Rollout(engine, TOKENIZER, agent=outer, limits=Limits(max_turns=1_000))
+        request = rollout.request("hello")
+        running = asyncio.ensure_future(rollout.run(request))
+        await asyncio.sleep(0.2)
+        running.cancel()
+        started = time.monotonic()
+        await asyncio.sleep(0.02)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        seconds, asked = time.monotonic() - started, len(engine.asked)
+        await asyncio.sleep(0.3)
+        return seconds, len(engine.asked) - asked, request
+
+    seconds, asked_later, request = asyncio.run(main())
+    assert seconds < 6 * GRACE_S
+    assert asked_later == 0
+    assert {child.stop_reason for child in request.children} == {StopReason.CANCELLED}
+
+
 # -- what an agent may do wrong ------------------------------------------------------------------
 
 
@@ -273,6 +336,29 @@ async def _returns_at_once(ctx: Context) -> None:
     pass
 
 
+async def _generates_twice_at_once(ctx: Context) -> None:
+    await asyncio.gather(ctx.generate(), ctx.generate())
+
+
+async def _asks_again_beside_its_first_question(ctx: Context) -> None:
+    first = asyncio.ensure_future(ctx.generate())
+    await asyncio.wait([first], timeout=0.01)
+    await ctx.generate()
+
+
+async def _rewrites_while_it_is_answered(ctx: Context) -> None:
+    await ctx.generate()
+    ctx._loop.codec = slow = copy(ctx._loop.codec)
+
+    async def prompt_async(messages: Any) -> list[int]:
+        await asyncio.sleep(0.01)
+        return slow.prompt(messages)
+
+    slow.prompt_async = prompt_async  # type: ignore[method-assign]
+    await ctx.observe("go on")
+    await asyncio.gather(ctx.rewrite("another history"), ctx.generate())
+
+
 @pytest.mark.parametrize(
     ("agent", "why"),
     [
@@ -281,12 +367,16 @@ async def _returns_at_once(ctx: Context) -> None:
         (_observes_first, "there is no turn yet"),
         (_says_nonsense, "'oracle' is not one of"),
         (_returns_at_once, "returned without a finished turn"),
+        (_generates_twice_at_once, "another call of this context still runs"),
+        (_asks_again_beside_its_first_question, "another call of this context still runs"),
+        (_rewrites_while_it_is_answered, "another call of this context still runs"),
     ],
 )
 def test_a_misused_context_aborts_the_request_for_good_and_says_how_to_mend_it(
     agent: Agent, why: str
 ) -> None:
-    request, _ = play(["a", "b", "c"], agent=agent)
+    script = [Reply(ids(text), delay_s=0.03) for text in "abc"]
+    request, _ = play(script, agent=agent)
     assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.AGENT_ERROR)
     assert why in request.error
     assert (request.attempt, request.rows) == (1, [])
@@ -362,6 +452,39 @@ def test_a_turn_that_takes_too_long_for_the_agent_is_asked_for_again() -> None:
     assert len(engine.asked) == 2
 
 
+@pytest.mark.parametrize("then", ["returns", "generates", "answers"])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_a_turn_is_read_even_if_the_agent_cancelled_that(then: str, finish: Any) -> None:
+    calls: list[int] = []
+
+    async def impatient(ctx: Context) -> None:
+        ctx._loop.codec = slow = copy(ctx._loop.codec)
+        parse = slow.parse_async
+
+        async def parse_async(*args: Any, **kwargs: Any) -> Any:
+            await asyncio.sleep(0.05)  # as for a long turn, in a thread
+            return await parse(*args, **kwargs)
+
+        slow.parse_async = parse_async  # type: ignore[method-assign]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await ctx.generate()
+        if then == "generates":
+            calls.append(len((await ctx.generate()).calls))
+        elif then == "answers":
+            await ctx.observe(await ctx.call_tools())
+
+    request, engine = play([Reply(ids(CALL), finish=finish)], agent=impatient)
+    if finish == "length":
+        assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.LENGTH)
+    else:
+        assert request.status is Status.COMPLETED
+        assert calls == ([1] if then == "generates" else [])
+        assert said_by_tools(request) == (["<hi>"] if then == "answers" else [])
+    assert len(request.sample.turns[0].messages) == len(engine.asked) == 1
+    check(request.sample)
+
+
 def test_a_tool_may_end_the_request_of_an_agent() -> None:
     class Submit(Tool):
         """Submit."""
@@ -372,6 +495,43 @@ def test_a_tool_may_end_the_request_of_an_agent() -> None:
     call = '<tool_call>{"name": "submit", "arguments": {}}</tool_call>'
     request, _ = play([call, "more"], agent=chat, tools=(Submit,))
     assert (request.stop_reason, request.num_turns) == (StopReason.TOOL_STOP, 1)
+
+
+class Step(Tool):
+    """Rewards each step with 0.5."""
+
+    name = "echo"
+
+    def execute(self, text: str) -> ToolResponse:
+        """text: anything"""
+        return ToolResponse("ok", reward=0.5)
+
+
+async def _one_by_one(ctx: Context) -> None:
+    turn = await ctx.generate()
+    said = [message for call in turn.calls for message in await ctx.call_tools([call])]
+    await ctx.observe(said)
+    await ctx.generate()
+
+
+async def _rewrites_between_calls(ctx: Context) -> None:
+    turn = await ctx.generate()
+    first, second = turn.calls
+    said = await ctx.call_tools([first])
+    await ctx.rewrite("once more")
+    await ctx.observe([*said, *await ctx.call_tools([second])])
+    await ctx.call_tools([second])
+    await ctx.generate()
+
+
+@pytest.mark.parametrize(
+    ("agent", "reward"), [(chat, 1.0), (_one_by_one, 1.0), (_rewrites_between_calls, 1.5)]
+)
+def test_step_rewards_add_up_on_the_turn_that_made_the_calls(agent: Agent, reward: float) -> None:
+    request, _ = play([CALL + CALL, "done"], agent=agent, tools=(Step,))
+    assert request.status is Status.COMPLETED
+    assert [turn.reward for turn in model_turns(request)] == [reward, None]
+    assert {t.reward for s in request.samples for t in s.turns if t.kind != "model"} <= {None}
 
 
 def test_a_row_of_a_sub_agent_that_fits_no_tool_is_refused() -> None:
@@ -423,3 +583,39 @@ def test_whatever_an_agent_does_the_request_ends_and_what_was_sampled_is_trained
             if turn.kind == "model" and turn.finish == "stop":
                 tokens = row.columns.response_ids(turn.start, turn.stop)
                 assert tokens in [ids(reply) for reply in replies]
+
+
+@pytest.mark.parametrize("when", ["the engine", "a tool"])
+def test_a_request_that_is_resumed_beneath_its_agent_starts_it_anew(when: str) -> None:
+    starts: list[int] = []
+
+    async def agent(ctx: Context) -> None:
+        starts.append(ctx.request.num_turns)
+        await chat(ctx)
+
+    class Slow(Tool):
+        """Slow."""
+
+        name = "echo"
+
+        async def execute(self, text: str) -> ToolResponse:
+            """text: anything"""
+            await asyncio.sleep(0.1)
+            return ToolResponse("ok", reward=0.5)
+
+    async def main() -> Request:
+        script: list[Any] = [CALL, *[Reply(ids("done"), delay_s=0.1)] * 2]
+        engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+        rollout = Rollout(engine, TOKENIZER, tools=[Slow], agent=agent)
+        request = rollout.request("hello")
+        playing = asyncio.ensure_future(rollout.run(request))
+        await asyncio.sleep(0.05 if when == "a tool" else 0.15)
+        rollout.loop.machine.fire(Event.ABORT, request, StopReason.PAUSED)
+        rollout.loop.machine.fire(Event.RESUME, request)
+        return await playing
+
+    request = asyncio.run(main())
+    assert (request.status, request.stop_reason) == (Status.COMPLETED, StopReason.STOP)
+    assert (request.attempt, starts) == (1, [0, 1])
+    assert trained_texts(request) == [CALL, "done"]
+    assert [turn.reward for turn in model_turns(request)] == [0.5, None]

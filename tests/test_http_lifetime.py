@@ -63,6 +63,26 @@ def test_a_cancel_cuts_the_connection_and_aborts_the_try(loop: str, stream: bool
     run(main(), loop)
 
 
+def test_what_is_asked_again_after_a_cancel_is_another_request_to_the_server() -> None:
+    async def main() -> None:
+        async with Server(always=NEVER) as server:
+            engine = engine_for(server)
+
+            async def ask_and_cancel(number: int) -> None:
+                generating = asyncio.create_task(ask(engine))
+                await server.until(lambda: len(server.generated) == number)
+                generating.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await generating
+
+            await ask_and_cancel(1)
+            await ask_and_cancel(2)
+            assert len(set(server.generated)) == 2
+            await engine.close()
+
+    asyncio.run(main())
+
+
 @both_loops
 def test_200_cancels_leave_no_connection_no_task_and_no_file(loop: str) -> None:
     async def main() -> None:

@@ -57,6 +57,7 @@ def a_used_request() -> Request:
     request.spawn("a part of it")
     request.error = "boom"
     request.metrics = {"tool_errors": 1}
+    request.was_over = True
     machine.fire(Event.ABORT, request, StopReason.ENGINE_ERROR)
     return request
 

@@ -207,19 +207,23 @@ def test_a_function_that_another_process_cannot_find_is_refused_at_once() -> Non
 
 
 SCRIPT = """
-import asyncio, os, sys, time
+import asyncio, os, sys, threading, time
 from pathlib import Path
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardError, RewardPart
 
 def verify(request):
     Path(sys.argv[1]).write_text(str(os.getpid()))
+    if request.label == "leave a thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        print("said in it")
     time.sleep(float(sys.argv[2]))
     return 1.0
 
-def main():
+def main(label=None):
+    request = Request("a", label=label)
     try:
-        print(asyncio.run(RewardPart(verify, processes=1).score(Request("a"))), flush=True)
+        print(asyncio.run(RewardPart(verify, processes=1).score(request)), flush=True)
     except RewardError as error:
         print(error, flush=True)
 
@@ -248,6 +252,15 @@ def test_a_process_ends_with_its_parent_whether_that_exits_or_is_killed(tmp_path
     assert ended.communicate(timeout=50) == ("1.0\n", "")
     assert ended.returncode == 0
     wait_for_the_end_of(int(note.read_text()))
+
+
+def test_a_thread_that_a_function_leaves_behind_does_not_keep_the_run_from_ending(
+    tmp_path: Path,
+) -> None:
+    ended = script(tmp_path, 'if __name__ == "__main__": main("leave a thread")')
+    out, error = ended.communicate(timeout=40)
+    assert (sorted(out.split("\n")), error) == (["", "1.0", "said in it"], "")
+    wait_for_the_end_of(int((tmp_path / "pid").read_text()))
 
 
 def test_a_script_that_cannot_be_imported_a_second_time_is_told_what_to_do(tmp_path: Path) -> None:

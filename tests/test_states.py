@@ -280,6 +280,25 @@ def test_tokens_are_not_resumed_once_the_tools_are_released() -> None:
     assert request.session is None
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(Event.COMPLETE, StopReason.TOOL_STOP), (Event.TRUNCATE, StopReason.MAX_TURNS)],
+)
+def test_what_had_ended_before_it_was_aborted_is_not_resumed(
+    end: Event, reason: StopReason
+) -> None:
+    machine = Machine()
+    request = request_in(Status.TOOL_CALLING, machine)
+    request.append_response_tokens([8, 9], trainable=False)
+    machine.fire(end, request, reason)
+    machine.fire(Event.ABORT, request, StopReason.CANCELLED)
+    with pytest.raises(GuardRefused, match="it had ended before"):
+        machine.fire(Event.RESUME, request)
+    machine.fire(Event.RETRY, request)
+    machine.fire(Event.ABORT, request, StopReason.CANCELLED)
+    assert machine.fire(Event.RESUME, request) is Status.PENDING
+
+
 @pytest.mark.parametrize("reason", [r for r in StopReason if r.status is Status.ABORTED])
 @pytest.mark.parametrize("final", [False, True])
 def test_each_abort_reason_says_whether_it_may_go_on(reason: StopReason, final: bool) -> None:

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from copy import copy
+from multiprocessing.util import Finalize
 from typing import Any
 
 from fsm_rollout.errors import ConfigError
@@ -110,6 +111,7 @@ class _Worker:
                     os.kill(self._pid, signal.SIGKILL)
 
     def _start(self) -> ProcessPoolExecutor:
+        self._pid = 0
         context = multiprocessing.get_context("spawn")
         executor = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare)
         self._executor = executor
@@ -163,9 +165,19 @@ def detached(request: Request) -> Request:
 
 
 def _prepare() -> None:
-    """In the process: Ctrl-C is for the parent, and no parent means no work."""
+    """In the process: Ctrl-C is for the parent, and no parent means no work.
+
+    It ends without a wait for threads and processes that a function left running: the parent, which
+    waits for it, would not end either.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Finalize(None, _leave, exitpriority=0)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _end_with_the_parent() -> None:

@@ -136,14 +136,14 @@ def not_sealed(request: Request) -> bool:
 
 @guard(
     lambda r: (
-        f"stop reason {r.stop_reason} cannot be resumed, or the last turn left nothing to go on "
-        f"with (error: {r.error or 'none'})"
+        f"stop reason {r.stop_reason} cannot be resumed, or it had ended before, or the last turn "
+        f"left nothing to go on with (error: {r.error or 'none'})"
     )
 )
 def resumable(request: Request) -> bool:
-    """The tokens so far are good, and the last turn is no end: the request may go on from them."""
+    """The tokens so far are good and no end was met: the request may go on from them."""
     reason, turns = request.stop_reason, request.samples[-1].turns
-    if reason is None or not reason.resumable or request.final:
+    if reason is None or not reason.resumable or request.final or request.was_over:
         return False
     is_over = bool(turns) and turns[-1].kind == "model" and not turns[-1].is_open
     return not is_over or needs_observation(request)

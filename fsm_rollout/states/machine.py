@@ -140,6 +140,8 @@ class Machine:
                     raise _refused(event, guard, request)
             if starts_over:
                 request.reset()
+            elif ends and source in TERMINAL:
+                request.was_over = True
             request._status = dest
             request.stop_reason = reason
             request.seq += 1

@@ -89,6 +89,8 @@ class Reference:
     num_tool_calls: int = 0
     num_invalid_calls: int = 0
     final: bool = False
+    was_over: bool = False
+    """it was aborted after its end"""
     alive: bool | None = None
     """of the tools; None: there are none"""
     is_sealed: bool = False
@@ -164,10 +166,12 @@ class Reference:
             case "not_sealed":
                 return not self.is_sealed
             case "resumable":
+                if self.reason is None or self.final or self.was_over:
+                    return False
                 last = self.turns[-1] if self.turns else None
                 is_over = last is not None and last.kind == "model" and not last.is_open
                 goes_on = not is_over or self.allows("needs_observation")
-                return bool(self.reason and self.reason.resumable and not self.final and goes_on)
+                return self.reason.resumable and goes_on
             case "tools_alive":
                 return self.alive is not False
             case "retryable":
@@ -267,6 +271,9 @@ class Reference:
             self.attempt += 1
             self.num_tool_calls = self.num_invalid_calls = 0
             self.alive = None
+            self.was_over = False
+        elif self.status in (Status.COMPLETED, Status.TRUNCATED):
+            self.was_over = True
         self.status, self.reason = dest, reason
         self.moves += 1
 

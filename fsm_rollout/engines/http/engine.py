@@ -63,6 +63,7 @@ class HttpEngine:
         self._vocab_size = vocab_size
         self._servers = Servers(wire, urls, headers or {}, self.settings)
         self._calls: dict[str, Call] = {}
+        self._numbers = count()
         self._drained: asyncio.Event | None = None  # no call is left, once it is being closed
 
     @property
@@ -144,7 +145,9 @@ class HttpEngine:
             max_new_tokens=max_new_tokens,
             log_probs=log_probs,
         )
-        call = self._calls[request_id] = Call(self._servers, request_id, session_id, take=take)
+        # asked again, after a cancel: the abort that was sent behind the first must not meet it
+        name = f"{request_id}/{next(self._numbers)}"
+        call = self._calls[request_id] = Call(self._servers, name, session_id, take=take)
         ask = Ask(
             ids=ids,
             num_ids=num_ids,
