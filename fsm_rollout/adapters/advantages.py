@@ -24,27 +24,32 @@ EPSILON = 1e-6
 def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[float]:
     """GRPO's advantage of each sample: its reward less the mean of its group.
 
-    The mean is over rollouts, whatever number of samples each has: the reward of a rollout is that
-    of its first sample, which is the request's own. Rollouts of which nothing is trained, and
-    samples taken out by `remove_sample`, are in no mean and get 0.0; so does a rollout that is
-    alone in its group. `scale` divides by the group's standard deviation (of n - 1, plus 1e-6);
-    equal rewards give exactly 0.0.
+    The mean is over rollouts, whatever number of samples each has and in whatever order they come:
+    the reward of a rollout is that of its own samples, not of a sub-agent's. Rollouts of which
+    nothing is trained, and samples taken out by `remove_sample`, are in no mean and get 0.0; so
+    does a rollout that is alone in its group. `scale` divides by the group's standard deviation
+    (of n - 1, plus 1e-6); equal rewards give exactly 0.0.
 
     Raises HandOverError that names each sample that must not be trained on, or has no reward.
     """
     rows = require(samples, log_probs=False)
     usable = {sample.rollout_id for sample in rows if not sample.remove_sample}
     groups: dict[int, dict[int, float]] = defaultdict(dict)
-    for sample in rows:
+    for sample in sorted(rows, key=_depth):
         if sample.rollout_id in usable:
-            groups[sample.group_index].setdefault(sample.rollout_id, sample.reward or 0.0)
+            groups[sample.group_index].setdefault(sample.rollout_id, float(sample.reward or 0.0))
     baselines = {group: baseline(list(rewards.values())) for group, rewards in groups.items()}
     advantages = []
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
-        away = 0.0 if sample.remove_sample else (sample.reward or 0.0) - mean
+        away = 0.0 if sample.remove_sample else float(sample.reward or 0.0) - mean
         advantages.append(away / (deviation + EPSILON) if scale else away)
     return advantages
+
+
+def _depth(sample: Sample) -> int:
+    """0 for a request's own samples, 1 for those of its sub-agents ("7.1-0"), and so on."""
+    return sample.sample_id.count(".")
 
 
 def baseline(rewards: list[float]) -> tuple[float, float]:

@@ -45,7 +45,11 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
-    used = [_is_used(args, sample) for sample in samples]
+    has_log_probs = any(_log_probs(s) is not None for s in samples if not s.remove_sample)
+    used = [_is_used(args, sample, has_log_probs=has_log_probs) for sample in samples]
+    for sample in samples:  # slime goes by the first one, for all
+        if (_log_probs(sample) is not None) is not has_log_probs:
+            sample.rollout_log_probs = [0.0] * sample.response_length if has_log_probs else None
     if samples and not any(used):
         raise HandOverError(
             f"none of {len(samples)} samples can be trained on; the first one, sample "
@@ -75,17 +79,25 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, normalised
 
 
-def _is_used(args: Any, sample: Any) -> bool:
+def _is_used(args: Any, sample: Any, *, has_log_probs: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
     if sample.remove_sample:
         return False
     why = fault_of(sample)
+    if not why and has_log_probs and _log_probs(sample) is None:
+        why = "it has no rollout_log_probs, and others have"
+    if not why and sample.loss_mask is not None and not any(sample.loss_mask):
+        return False  # nothing is trained, so nothing is compared
     if not why and reward_value(sample, args) is None:
         why = f"its reward is {sample.reward!r}, which is no finite number"
     if why:
         logger.warning("sample %s is not trained: %s", sample.index, why)
         fail(sample, why, args)
     return not why
+
+
+def _log_probs(sample: Any) -> Any:
+    return getattr(sample, "rollout_log_probs", None)
 
 
 def _why(sample: Any) -> str:
