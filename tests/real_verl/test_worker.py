@@ -370,7 +370,7 @@ class Judge:
         score = self.scores.pop(0)
         if isinstance(score, Exception):
             raise score
-        return {"reward_score": score, "reward_extra_info": {"acc": score > 0}}
+        return {"reward_score": score, "reward_extra_info": {"acc": score in (1.0, 2.0)}}
 
 
 def judged(
@@ -410,8 +410,9 @@ def test_who_rewards_is_the_entrys_choice(worker: Any, entry: Any, reward: float
     assert column(out, "reward_parts") == [{"tool/check": 0.75}]
 
 
-def test_a_reward_that_cannot_be_computed_costs_one_row() -> None:
-    judge = Judge(1.0, RuntimeError("no sandbox"), 1.0)
+@pytest.mark.parametrize("bad", [RuntimeError("no sandbox"), None, float("nan"), "good"], ids=str)
+def test_a_reward_that_cannot_be_computed_costs_one_row(bad: Any) -> None:
+    judge = Judge(1.0, bad, 1.0)
     settings = config(tools="plain")
     out = judged(FsmAgentLoopWorker, judge, settings, Client([DONE]), rows(3, tools_kwargs={}))
     assert sum(column(out, "is_stand_in")) == 1

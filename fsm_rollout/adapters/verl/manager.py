@@ -24,6 +24,7 @@ import torch
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopManager,
+    AgentLoopOutput,
     AgentLoopWorker,
     _agent_loop_registry,
 )
@@ -39,6 +40,7 @@ from fsm_rollout.adapters.verl.settings import settings_of
 from fsm_rollout.errors import ConfigError, HandOverError
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
+from fsm_rollout.tools.base import finite
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +130,9 @@ class FsmAgentLoopWorker(AgentLoopWorker):
             row.reward, row.extra["reward_extra_info"] = request.reward, {"score": request.reward}
         elif self.reward_loop_worker_handles is not None:
             output = output_of(player, request, sample)
-            try:
-                await self._compute_score([output], kwargs=columns)
-            except Exception as error:  # of a reward function, in verl's process for it
-                logger.error("sample %s has no reward", sample.sample_id, exc_info=error)
+            if why := await self.score([output], columns):
                 row.sample, row.has_outcome = stand_in(sample, request, player.pad_id), False
-                row.extra |= {"error": f"verl's reward loop raised {error!r}", "is_stand_in": True}
+                row.extra |= {"error": why, "is_stand_in": True}
             else:
                 row.reward, row.metrics["compute_score"] = (
                     output.reward_score,
@@ -141,6 +140,17 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                 )
                 row.extra["reward_extra_info"] = output.extra_fields["reward_extra_info"]
         return row
+
+    async def score(self, outputs: list[AgentLoopOutput], columns: dict[str, Any]) -> str:
+        """Have verl's reward loop score a trajectory; why it has no reward, or ''."""
+        try:
+            await self._compute_score(outputs, kwargs=columns)
+            outputs[-1].reward_score = finite(_item(outputs[-1].reward_score), what="the score")
+        except Exception as error:  # of a reward function, in verl's process for it
+            sample_id = outputs[-1].extra_fields["sample_id"]
+            logger.error("sample %s has no reward", sample_id, exc_info=error)
+            return f"verl's reward loop: {error!r}"
+        return ""
 
     def _batch(self, rows: Sequence[Row], given: DataProto) -> DataProto:
         """The rows as verl's worker lays them out."""
@@ -197,10 +207,16 @@ class FsmAgentLoopManager(AgentLoopManager):
                 f"trained token is 0 / 0. They say: {why}"
             )
         groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
-        keys = fill_neutral(output.batch, output.non_tensor_batch, groups)
+        trains = not prompts.meta_info.get("validate", False)
+        keys = fill_neutral(output.batch, output.non_tensor_batch, groups, trains=trains)
         if "rm_scores" in output.batch:
             output.meta_info["reward_extra_keys"] = keys
         return output
+
+
+def _item(value: Any) -> Any:
+    """A tensor or an array of one number as that number."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _groups(columns: Sequence[dict[str, Any]], does_sample: Sequence[bool]) -> list[list[int]]:

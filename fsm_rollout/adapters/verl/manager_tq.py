@@ -74,6 +74,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         sessions = [
             self._session(player, request, {**columns, "session_id": session})
             for session, request in enumerate(requests)
+            if validate or not all(row.remove_sample for row in request.rows)  # in no baseline
         ]
         rows = [row for rows in await asyncio.gather(*sessions) for row in rows]
         if rows:
@@ -95,10 +96,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         told: dict[str, Any] = {} if reward is None else {"reward_extra_info": {"score": reward}}
         if samples and reward is None and self.reward_loop_worker_handles is not None:
             outputs = outputs_of(player, request)
-            try:
-                await self._compute_score(outputs, kwargs=columns)
-            except Exception as error:  # of a reward function, in verl's process for it
-                logger.error("sample %s has no reward", samples[-1].sample_id, exc_info=error)
+            if await self.score(outputs, columns):
                 return []
             reward = outputs[-1].reward_score
             metrics["compute_score"] = outputs[-1].metrics.compute_score
