@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+if not __package__:  # run as a file: what lies beside it, whatever else is installed
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.train_tiny.boxes import EmptyBox, OpenBox, reward, rows, tokenizer
 from examples.train_tiny.policy import tiny_llama, warm_up

@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -23,6 +24,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+if not __package__:  # run as a file: what lies beside it, whatever else is installed
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.train_tiny.boxes import NOTHING, OpenBox, tokenizer
 from examples.train_tiny.policy import tiny_llama, warm_up
