@@ -350,6 +350,7 @@ def normalised(*samples: Any) -> list[float]:
         {"rollout_log_probs": [-9999.0]},
         {"rollout_log_probs": None},
         {"loss_mask": [0]},
+        {"group_index": None},
     ],
     ids=str,
 )

