@@ -7,6 +7,7 @@ made from; several of these trainers take such a batch without a word.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from argparse import Namespace
 from typing import Any
@@ -50,7 +51,7 @@ def request(
     prompt: tuple[int, ...] = (1, 2),
     response: int = 2,
     reward: Any = 1.0,
-    children: tuple[float, ...] = (),
+    children: tuple[Any, ...] = (),
     removed: bool = False,
 ) -> Request:
     """One turn; each child has one token and the reward that is given."""
@@ -209,6 +210,15 @@ def test_equal_rewards_have_advantage_zero(value: Any, size: int) -> None:
     assert group_advantages(group_of(*[value] * size)) == [0.0] * size
     scores = padded(group_of(value), pad_id=0)["rm_scores"]
     assert scores.tolist() == [[0.0, float(np.float32(value))]]
+
+
+@pytest.mark.parametrize("value", [True, np.True_, np.float32(0.5), torch.tensor(0.5), 1])
+def test_a_reward_of_an_agent_is_a_float_that_a_file_can_hold(value: Any) -> None:
+    parent = request(reward=value, children=(value,))
+    for row in parent.rows:
+        assert type(row.reward) is float
+        kept = Sample.from_dict(json.loads(json.dumps(row.to_dict())))
+        assert kept.reward == row.reward == value
 
 
 def test_a_negative_zero_is_a_zero() -> None:
