@@ -26,6 +26,8 @@ LOG_PROB_CEILING = 1e-6
 """float32 rounding may lift log(1) above 0 by this much"""
 LOG_PROB_FLOOR = -100.0
 """below it stands no probability but a clamp, like vLLM's -9999"""
+FLOAT32_MAX = 3.4028234663852886e38
+"""what is larger is infinite in a trainer's tensors"""
 
 
 def int32(values: Ints) -> npt.NDArray[np.int32]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.arrays import LOG_PROB_CEILING, LOG_PROB_FLOOR
+from fsm_rollout.arrays import FLOAT32_MAX, LOG_PROB_CEILING, LOG_PROB_FLOOR
 from fsm_rollout.errors import InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.replay import TopP, not_kept
@@ -209,13 +209,21 @@ def the_outcome_agrees(look: Look) -> Iterator[str]:
     if is_delivered and not sample.columns.num_trained and not sample.remove_sample:
         yield "no token to train on, but remove_sample is False"
     for name, value in (("reward", sample.reward), *sample.reward_parts.items()):
-        if value is not None and not math.isfinite(value):
-            yield f"{name} is {value}"
+        if value is not None and not _is_finite(value):
+            yield f"{name} is {value!r}, no finite float32"
     for number, turn in enumerate(sample.turns):
         if turn.finish not in _FINISHES:
             yield f"turn {number}: finish {turn.finish!r} is not one of {sorted(FINISHES)}"
-        if turn.reward is not None and not math.isfinite(turn.reward):
-            yield f"turn {number}: reward is {turn.reward}"
+        if turn.reward is not None and not _is_finite(turn.reward):
+            yield f"turn {number}: reward is {turn.reward!r}, no finite float32"
+
+
+def _is_finite(value: object) -> bool:
+    """A number that stays finite as a trainer's float32; a text that reads as one is none."""
+    try:
+        return not isinstance(value, str) and bool(abs(float(value)) <= FLOAT32_MAX)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 @_invariant("R3.7")

@@ -273,6 +273,7 @@ class Request:
             )
         if self.is_sealed:
             raise InvariantError("R3.closed", f"request {self.index} is sealed already")
+        self.reward = _plain(self.reward)
         for sample in self.samples:
             sample._status, sample._stop_reason = self._status, self.stop_reason
             sample.reward, sample.reward_parts = self.reward, dict(self.reward_parts)
@@ -285,6 +286,14 @@ class Request:
                 if child.reward is None:  # else its agent said what it earned
                     child.reward, child.reward_parts = self.reward, dict(self.reward_parts)
                 child.seal()
+
+
+def _plain(reward: Any) -> Any:
+    """A bool, or a number of numpy or torch, as a float; what is none is refused at hand-over."""
+    try:
+        return reward if reward is None or isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError):
+        return reward
 
 
 @dataclass(slots=True)

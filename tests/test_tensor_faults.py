@@ -119,7 +119,7 @@ def test_arguments_that_make_no_batch_are_refused() -> None:
     pad_token_id: Any = None
     with pytest.raises(ConfigError, match="pad_id is None: give any token id"):
         padded([good(0)], pad_id=pad_token_id)
-    with pytest.raises(ConfigError, match="multiple_of must be >= 1, got 0"):
+    with pytest.raises(ConfigError, match="multiple_of must be a whole number >= 1, got 0"):
         padded([good(0)], pad_id=0, multiple_of=0)
     taken = good(0, plan=Play(declared=(Column("response_mask"),)))
     with pytest.raises(ConfigError, match="a batch has response_mask already"):

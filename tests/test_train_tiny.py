@@ -117,11 +117,29 @@ def test_log_probs_are_recomputed_at_the_temperature_of_the_turn(tmp_path: Path)
     assert gaps[0] < 1e-4 < 0.1 < gaps[1]
 
 
+RUN_AND_TELL = """
+import runpy, sys
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit:
+    print(sys.modules["examples.train_tiny.boxes"].__file__)
+"""
+
+
+@pytest.mark.parametrize("name", ["train.py", "trl_loop.py"])
+def test_a_script_runs_anywhere_with_what_lies_beside_it(name: str, tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [sys.executable, "-c", RUN_AND_TELL, str(ROOT / "examples" / "train_tiny" / name)]
+    told = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+    assert "--seed" in told
+    assert told.splitlines()[-1] == str(ROOT / "examples" / "train_tiny" / "boxes.py")
+
+
 def script(name: str, *arguments: str) -> dict[str, Any]:
     file = Path(arguments[-1])
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "examples" / "train_tiny" / name), *arguments]
-    subprocess.run(command, check=True, env=environment, timeout=280)
+    subprocess.run(command, check=True, timeout=280)
     result: dict[str, Any] = json.loads(file.read_text())
     return result
 

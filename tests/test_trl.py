@@ -115,21 +115,31 @@ def test_keys_and_values_of_old_weights_are_forgotten(
         assert (gap(t, batch_of(t)) < 1e-3) is forgets
 
 
+@pytest.mark.parametrize(
+    "loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+)
 def test_the_loss_has_no_gradient_at_tokens_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
-    with training(RolloutFunc(tools=[Roll]), tmp_path) as trainer:
+    with training(RolloutFunc(tools=[Roll]), tmp_path, loss_type=loss) as trainer:
         batch = batch_of(trainer)
-        leaf = torch.randn(batch["completion_ids"].shape, requires_grad=True)
-        ones = torch.ones_like(leaf)
-        monkeypatch.setattr(
-            trainer, "_get_per_token_logps_and_entropies", lambda *_, **__: (leaf, ones, None)
-        )
         trainer.current_gradient_accumulation_steps = 1
         batch["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0])
-        trainer._compute_loss(trainer.model, batch).backward()
-    assert leaf.grad is not None
-    assert torch.equal(leaf.grad != 0, trained(batch))
+        near = batch["sampling_per_token_logps"] - 0.1 * torch.rand(batch["completion_ids"].shape)
+
+        def gradient(log_probs: Any) -> Any:
+            leaf = log_probs.clone().requires_grad_()
+            monkeypatch.setattr(
+                trainer,
+                "_get_per_token_logps_and_entropies",
+                lambda *_, **__: (leaf, torch.ones_like(leaf), None),
+            )
+            trainer._compute_loss(trainer.model, batch).backward()
+            return leaf.grad
+
+        found = gradient(near)
+        assert torch.equal(found != 0, trained(batch))
+        assert torch.equal(found, gradient(torch.where(trained(batch), near, -4.0)))
     assert not trained(batch).all()
 
 

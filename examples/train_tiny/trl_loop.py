@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if not __package__:  # run as a file: its folder is on the path, and the repository is not
+if not __package__:  # run as a file: what lies beside it, whatever else is installed
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.train_tiny.boxes import NOTHING, OpenBox, tokenizer

@@ -50,7 +50,7 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     advantages = []
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
-        away = 0.0 if sample.remove_sample else (sample.reward or 0.0) - mean
+        away = 0.0 if sample.remove_sample else float(sample.reward or 0.0) - mean
         advantages.append(away / (deviation + EPSILON) if scale else away)
     return advantages
 

@@ -33,20 +33,21 @@ def sift(
 ) -> tuple[list[Sample], list[Refused]]:
     """The samples that a trainer may have, in order, and those that it may not.
 
-    Refused are samples that are ABORTED or have not ended, that break an invariant, whose
-    `sample_id` came before, and, unless `rewards` or `log_probs` is False, that have none.
+    Refused are samples that are ABORTED or have not ended, that break an invariant, that came
+    before (by `sample_id`), and, unless `rewards` or `log_probs` is False, that have none.
     """
     good: list[Sample] = []
     refused: list[Refused] = []
-    seen: set[str] = set()
+    seen: set[str | int] = set()
     for sample in samples:
         why = _why_not(sample, rewards=rewards, log_probs=log_probs)
-        if not why and sample.sample_id and sample.sample_id in seen:
+        key = sample.sample_id or id(sample)
+        if not why and key in seen:
             why = "its sample_id came before: a sample is trained once"
         if why:
             refused.append(Refused(sample, why))
         else:
-            seen.add(sample.sample_id)
+            seen.add(key)
             good.append(sample)
     return good, refused
 

@@ -166,12 +166,15 @@ def _weight_versions(layout: Layout) -> tuple[list[bool], Arrays]:
 
 def _whole(sample: Sample, version: WeightVersion) -> int:
     try:
-        return -1 if version is None else int(version)
+        number = -1 if version is None else int(version)
     except ValueError:
+        number = None
+    if number is None or not -(2**63) <= number < 2**63:
         raise HandOverError(
-            f"sample {sample.sample_id} has weight version {version!r}, which is no whole number: "
-            "read its runs from `sample.weight_versions`"
-        ) from None
+            f"sample {sample.sample_id} has weight version {version!r}, which is no whole number "
+            "of 64 bits: read its runs from `sample.weight_versions`"
+        )
+    return number
 
 
 def _repeated(values: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int64]:

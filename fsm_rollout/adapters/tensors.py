@@ -10,7 +10,7 @@ How other trainers want it: `conventions`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -86,10 +86,15 @@ def padded(
     Raises HandOverError that names each sample that must not be trained on or does not fit, and
     ConfigError for arguments that make no batch.
     """
-    if not isinstance(pad_id, int):
+    if not isinstance(pad_id, SupportsIndex):
         raise ConfigError(f"pad_id is {pad_id!r}: give any token id, padding is never looked at")
-    if multiple_of < 1:
-        raise ConfigError(f"multiple_of must be >= 1, got {multiple_of}")
+    for name, number, least in (
+        ("multiple_of", multiple_of, 1),
+        ("prompt_length", prompt_length, 0),
+        ("response_length", response_length, 0),
+    ):
+        if number is not None and (not isinstance(number, SupportsIndex) or number < least):
+            raise ConfigError(f"{name} must be a whole number >= {least}, got {number!r}")
     rows = require(samples, rewards=rewards, log_probs=log_probs)
     layout = Padded(
         rows,
@@ -159,6 +164,8 @@ def packed(
 def _with_columns(
     batch: dict[str, npt.NDArray[Any]], layout: Layout, columns: Iterable[str]
 ) -> dict[str, torch.Tensor]:
+    if isinstance(columns, str):
+        raise ConfigError(f"columns is the text {columns!r}: give a list of names")
     more = optional_columns(layout, columns)
     if taken := batch.keys() & more.keys():
         raise ConfigError(f"a batch has {', '.join(sorted(taken))} already: rename the column")

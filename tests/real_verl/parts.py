@@ -31,3 +31,9 @@ async def summarises(ctx: Context) -> None:
     await ctx.generate()
     await ctx.rewrite("In short: what is 6 * 7?")
     await ctx.generate()
+
+
+async def set_aside(ctx: Context) -> None:
+    """One turn; a response of more than six tokens is not to be trained."""
+    await ctx.generate()
+    ctx.request.sample.remove_sample = ctx.request.sample.response_length > 6

@@ -125,6 +125,24 @@ def test_v0_a_row_without_an_outcome_earns_what_its_group_does() -> None:
         assert torch.allclose(whole, agg_loss(losses[kept], mask[kept], mode))
 
 
+def test_v0_a_row_that_is_set_aside_is_in_no_baseline_but_in_evaluations() -> None:
+    parts = {"agent": "tests.real_verl.parts:set_aside", "reward": "tests.real_verl.parts:length"}
+    for validate in False, True:
+        manager = FsmAgentLoopManager.create(
+            config=config(entry=parts), llm_client=Client([said("no")], [said("yes")], [DONE])
+        )
+        batch = rows(3, uid=["a", "a", "a"])
+        batch.meta_info["validate"] = validate
+        out = manager.generate_sequences(batch)
+        mask, scores = out.batch["response_mask"], out.batch["rm_scores"].sum(-1)
+        [aside] = (~mask.any(-1)).nonzero()[:, 0].tolist()
+        group = [i for i in range(3) if i != aside]
+        assert not out.non_tensor_batch["is_stand_in"].any()
+        length = float(out.batch["attention_mask"][aside, PROMPT:].sum())
+        assert scores[aside] == (length if validate else scores[group].mean())
+        assert (out.batch["rm_scores"][aside] != 0).sum() == 1
+
+
 def test_v0_a_batch_without_any_outcome_is_refused() -> None:
     manager = FsmAgentLoopManager.create(config=config(), llm_client=Client([EMPTY]))
     with pytest.raises(HandOverError, match=r"none of 2 rows has an outcome.*the engine aborted"):
@@ -215,6 +233,16 @@ def test_v1_a_session_without_an_outcome_is_not_there(manager_cls: Any) -> None:
     assert len(tags) == 1 + 2
     assert all(mask.any() for mask in data["response_mask"].unbind())
     assert [tags[key]["min_global_steps"] for key in tags if "_" in key] == [3, 3]
+
+
+def test_v1_a_session_that_is_set_aside_is_not_there_but_in_evaluations() -> None:
+    parts = {"agent": "tests.real_verl.parts:set_aside", "reward": "tests.real_verl.parts:length"}
+    for partition, there in ("train", 2), ("val", 3):
+        settings = config(entry=parts, n=3, val_kwargs__n=3)
+        client = Client([said("no")], [said("yes")], [DONE])
+        tags, data = stored(FsmAgentLoopManagerTQ, settings, client, [partition], partition)
+        assert tags[partition]["status"] == "finished"
+        assert len(data["response_mask"].unbind()) == there
 
 
 def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:

@@ -422,7 +422,7 @@ class Judge:
         score = self.scores.pop(0)
         if isinstance(score, Exception):
             raise score
-        return {"reward_score": score, "reward_extra_info": {"acc": score > 0}}
+        return {"reward_score": score, "reward_extra_info": {"acc": score in (1.0, 2.0)}}
 
 
 def judged(

@@ -9,7 +9,6 @@ whole sequence when there is no response, so an empty one has one token that is 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.adapters.slime.config import KEY
+from fsm_rollout.arrays import FLOAT32_MAX, LOG_PROB_FLOOR
 from fsm_rollout.limits import Status
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -135,8 +135,15 @@ def fault_of(sample: Any) -> str:
         if values is not None and len(values) != length:
             return f"{len(values)} {name} for response_length {length} of {total} tokens"
     log_probs = getattr(sample, "rollout_log_probs", None)
-    if log_probs is not None and not np.isfinite(np.asarray(log_probs, np.float64)).all():
-        return "rollout_log_probs are not all finite"
+    if log_probs is not None:
+        try:
+            values = np.asarray(log_probs, np.float64)
+        except (TypeError, ValueError) as error:
+            return f"rollout_log_probs are no numbers: {error}"
+        if not np.isfinite(values).all():
+            return "rollout_log_probs are not all finite"
+        if (clamped := values < LOG_PROB_FLOOR).any():
+            return f"a rollout_log_prob is {values[clamped][0]:g}: a clamp, not a probability"
     offsets = getattr(sample, "rollout_top_p_token_offsets", None)
     if offsets is not None and len(offsets) != length + 1:
         return f"{len(offsets)} top-p offsets for response_length {length}"
@@ -147,14 +154,14 @@ def fault_of(sample: Any) -> str:
 
 
 def reward_value(sample: Any, args: Any) -> float | None:
-    """The number that is trained on, of a reward that may be a mapping; None: there is none."""
+    """The float32 that is trained on, of a reward that may be a mapping; None: there is none."""
     key = getattr(args, "reward_key", None)
     reward = sample.reward.get(key) if key and isinstance(sample.reward, Mapping) else sample.reward
     try:
         value = None if reward is None else float(reward)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-    return value if value is not None and math.isfinite(value) else None
+    return value if value is not None and abs(value) <= FLOAT32_MAX else None
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -95,6 +95,8 @@ def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
 def _is_used(args: Any, sample: Any, *, by_group: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
     why = fault_of(sample)
+    if not why and sample.loss_mask is not None and not any(sample.loss_mask):
+        return False  # nothing is trained, so nothing is compared
     if not why and not sample.remove_sample:
         if reward_value(sample, args) is None:
             why = f"its reward is {sample.reward!r}, which is no finite number"

@@ -227,7 +227,8 @@ class FsmAgentLoopManager(AgentLoopManager):
                 f"trained token is 0 / 0. They say: {why}"
             )
         groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
-        keys = fill_neutral(output.batch, output.non_tensor_batch, groups)
+        trains = not prompts.meta_info.get("validate", False)
+        keys = fill_neutral(output.batch, output.non_tensor_batch, groups, trains=trains)
         if "rm_scores" in output.batch:
             output.meta_info["reward_extra_keys"] = keys
         return output

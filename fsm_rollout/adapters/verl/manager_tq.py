@@ -74,6 +74,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         sessions = [
             self._session(player, request, {**columns, "session_id": session})
             for session, request in enumerate(requests)
+            if validate or not all(row.remove_sample for row in request.rows)  # in no baseline
         ]
         rows = [row for rows in await asyncio.gather(*sessions) for row in rows]
         if rows:

@@ -1,7 +1,8 @@
-"""Neutral: what a row without an outcome is said to have earned, so that its group does not notice.
+"""Neutral: what a row that does not count is said to have earned: its group must not notice.
 
-verl's V0 compares a row with the others of its group, stand-ins included, and averages the columns
-of `reward_extra_info` over an evaluation. A stand-in gets the mean of those that count.
+verl's V0 compares a row with the others of its group, stand-ins and rows of which nothing is
+trained included, and averages the columns of `reward_extra_info` over an evaluation. What does not
+count gets the mean of what does.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ def fill_neutral(
     batch: Mapping[str, torch.Tensor],
     columns: MutableMapping[str, npt.NDArray[Any]],
     groups: Sequence[Any] | npt.NDArray[Any],
+    *,
+    trains: bool = False,
 ) -> list[str]:
     """Give the rows that are `is_stand_in` rewards which shift no mean; the names of extra keys.
 
     Rewards: the mean of the group (of the batch, where the whole group has none). The group's
     standard deviation still counts one row too many. `reward_extra_info` becomes columns.
+    `trains`: the same for rows of which nothing is trained; in an evaluation they count.
     """
     is_stand_in = columns["is_stand_in"].astype(bool)
+    if trains:
+        is_stand_in |= ~batch["response_mask"].bool().any(-1).numpy()
     scores = batch["rm_scores"].sum(-1).tolist() if "rm_scores" in batch else None
     infos = [info or {} for info in columns.get("reward_extra_info", [None] * len(is_stand_in))]
     keys = list(dict.fromkeys(key for info in infos for key in info))
@@ -36,7 +42,10 @@ def fill_neutral(
     if scores is not None and is_stand_in.any():
         neutral = _filled(scores, is_stand_in, groups)
         for row in np.flatnonzero(is_stand_in).tolist():
-            batch["rm_scores"][row, 0] = float(neutral[row])  # its response is one token
+            at = int(
+                batch["rm_scores"][row].abs().argmax()
+            )  # where its reward stood, if it had one
+            batch["rm_scores"][row, at] = float(neutral[row])
     return keys
 
 
