@@ -76,6 +76,17 @@ def test_a_sample_with_a_reward_of_its_own_is_compared_with_the_rollouts() -> No
     assert group_advantages(samples, scale=False) == [0.5, -0.25, -0.5]
 
 
+@pytest.mark.parametrize("rewards", [(0.0, 0.0), (0.0, 1e-5), (0.0,)])
+def test_a_reward_of_its_own_is_no_million_deviations_away(rewards: tuple[float, ...]) -> None:
+    """Of a group of (nearly) equal rollouts, as before any of them succeeds."""
+    samples = rollouts(*(Play(reward=r, turns=FORKED) for r in rewards))
+    samples[1].reward = 1.0
+    most = (len(rewards) - 1) / math.sqrt(len(rewards))
+    assert group_advantages(samples)[1] == pytest.approx(most, abs=1e-4)
+    samples[1].reward = rewards[0] + 0.25 * (len(rewards) > 1)
+    assert abs(group_advantages(samples)[1]) <= most
+
+
 def test_a_reward_that_is_missing_is_not_zero() -> None:
     samples = rewarded(1.0, 0.0)
     samples[1].reward = None

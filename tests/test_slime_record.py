@@ -190,6 +190,13 @@ def test_the_baseline_is_per_rollout_of_a_group_whatever_number_of_samples_each_
         assert post_process_rewards(slime_args(**off), samples) == (raw, raw)
 
 
+def test_a_sub_agents_own_reward_is_no_million_deviations_away() -> None:
+    """Its group's rollouts are equal: there is no deviation to divide by."""
+    samples = [scored(value, 0, rollout) for rollout in (0, 1) for value in (0.0, 1.0)]
+    _, found = post_process_rewards(slime_args(), samples)
+    assert found == [-0.5, 0.5, -0.5, 0.5]
+
+
 @given(st.lists(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6), min_size=1, max_size=4))
 def test_where_slimes_own_normalisation_is_right_ours_is_the_same(
     groups: list[list[float]],

@@ -28,7 +28,8 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     of its first sample, which is the request's own. Rollouts of which nothing is trained, and
     samples taken out by `remove_sample`, are in no mean and get 0.0; so does a rollout that is
     alone in its group. `scale` divides by the group's standard deviation (of n - 1, plus 1e-6);
-    equal rewards give exactly 0.0.
+    equal rewards give exactly 0.0. A sub-agent's own reward may be of another scale than those of
+    its group: see `scaled`.
 
     Raises HandOverError that names each sample that must not be trained on, or has no reward.
     """
@@ -43,8 +44,19 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
         away = 0.0 if sample.remove_sample else (sample.reward or 0.0) - mean
-        advantages.append(away / (deviation + EPSILON) if scale else away)
+        size = len(groups.get(sample.group_index, ()))
+        advantages.append(scaled(away, deviation, size) if scale else away)
     return advantages
+
+
+def scaled(away: float, deviation: float, size: int) -> float:
+    """`away` in standard deviations of a group of `size` rollouts; where they are equal, as it is.
+
+    At most (size - 1) / sqrt(size), the most that one of them can be away. What has a reward of its
+    own, as a sub-agent may, could be any number of deviations away, a million in a group of equals.
+    """
+    most = (size - 1) / math.sqrt(size) if size else 0.0
+    return max(-most, min(most, away / (deviation + EPSILON) if deviation else away))
 
 
 def baseline(rewards: list[float]) -> tuple[float, float]:

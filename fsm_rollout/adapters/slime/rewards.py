@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fsm_rollout.adapters.advantages import EPSILON, baseline
+from fsm_rollout.adapters.advantages import baseline, scaled
 from fsm_rollout.adapters.slime.config import KEY
 from fsm_rollout.adapters.slime.record import fail, fault_of, is_status, reward_value
 from fsm_rollout.errors import HandOverError
@@ -71,7 +71,8 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     for sample, value, is_used in zip(samples, raw, used, strict=True):
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
         away = value - mean if is_used else 0.0
-        normalised.append(away / (deviation + EPSILON) if scale else away)
+        size = len(groups.get(sample.group_index, ()))
+        normalised.append(scaled(away, deviation, size) if scale else away)
     return raw, normalised
 
 
