@@ -280,7 +280,8 @@ async def _returns_at_once(ctx: Context) -> None:
         (_observes_twice, "the turn was answered already"),
         (_observes_first, "there is no turn yet"),
         (_says_nonsense, "'oracle' is not one of"),
-        (_returns_at_once, "returned without a finished turn"),
+        (_returns_at_once, "it must be `async def` and `await ctx.generate"),
+        (lambda ctx: None, "it must be `async def` and `await ctx.generate"),
     ],
 )
 def test_a_misused_context_aborts_the_request_for_good_and_says_how_to_mend_it(
@@ -423,3 +424,30 @@ def test_whatever_an_agent_does_the_request_ends_and_what_was_sampled_is_trained
             if turn.kind == "model" and turn.finish == "stop":
                 tokens = row.columns.response_ids(turn.start, turn.stop)
                 assert tokens in [ids(reply) for reply in replies]
+
+
+def test_an_agent_that_takes_no_context_is_refused_at_once() -> None:
+    async def forgot() -> None: ...
+
+    with pytest.raises(ConfigError, match=r"takes \(\), .* give an `async def agent\(ctx\)`"):
+        play(["a"], agent=forgot)
+
+
+def test_a_sub_agent_whose_tools_lack_kwargs_says_where_they_go() -> None:
+    class Search(Tool):
+        def create(self, docs: str) -> None: ...
+        def execute(self) -> str:
+            return ""
+
+    async def lead(ctx: Context) -> None:
+        await ctx.generate()
+        await ctx.spawn("part", tools_kwargs=ctx.request.tools_kwargs)
+        await ctx.spawn("part")
+
+    engine = ScriptedEngine(["a"], tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER, tools=[Search], agent=lead)
+    kwargs = {"search": {"create_kwargs": {"docs": "none"}}}
+    [group] = fsm_rollout.run(rollout.generate([{"prompt": "a", "tools_kwargs": kwargs}]))
+    [request] = group.requests
+    assert "spawn: tools_kwargs['search'].create_kwargs: missing" in request.error
+    assert "`tools_kwargs=ctx.request.tools_kwargs`" in request.error
