@@ -26,6 +26,7 @@ from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.session import ToolSession
+from fsm_rollout.tools.signature import why_not_one_argument
 from fsm_rollout.tools.supervisor import Flight, join
 from fsm_rollout.turn import ToolCall, Turn
 
@@ -151,14 +152,20 @@ class Context:
     ) -> Request:
         """Let a sub-agent answer another prompt; wait for it and look at how it ended.
 
-        `agent`: its loop, default the built-in one. It has the same engine and tools, budgets of
-        its own (default: like the parent's) and is retried like any request. Its rows are trained
-        with those of this one and share its reward, unless its tools gave one or you set
-        `child.reward`. One that is ABORTED is not trained. Several run at once in an
-        `asyncio.gather`; those that still run when the agent returns are cancelled.
+        `agent`: its loop, default the built-in one. It has the same engine and tools, kwargs for
+        them (default: none) and budgets (default: like the parent's) of its own, and is retried
+        like any request. Its rows are trained with those of this one and share its reward, unless
+        its tools gave one or you set `child.reward`. One that is ABORTED is not trained. Several
+        run at once in an `asyncio.gather`; those that still run when the agent returns are
+        cancelled.
         """
         request, loop = self._alive(), self._loop
-        loop.tools.check_row(tools_kwargs or {})
+        try:
+            loop.tools.check_row(tools_kwargs or {})
+        except ConfigError as why:
+            raise ConfigError(
+                f"spawn: {why}; the parent's are `tools_kwargs=ctx.request.tools_kwargs`"
+            ) from why
         child = request.spawn(
             prompt,
             limits=limits or request.limits,
@@ -248,6 +255,8 @@ def player(agent: Agent) -> Player:
 
     if not callable(agent):
         raise ConfigError(f"agent is {agent!r}; give an `async def agent(ctx)`")
+    if why := why_not_one_argument(agent):
+        raise ConfigError(f"agent {agent!r} {why}; give an `async def agent(ctx)`")
 
     async def play(loop: Loop, request: Request, session: ToolSession) -> None:
         request.has_agent = True
@@ -293,7 +302,10 @@ def _complete(loop: Loop, request: Request) -> None:
         loop.machine.settle(Event.COMPLETE, request, StopReason.STOP)
     else:
         request.final = True
-        loop.abort(request, StopReason.AGENT_ERROR, "the agent returned without a finished turn")
+        why = "the agent returned without a finished turn"
+        if request.status is Status.PENDING:
+            why += ": it must be `async def` and `await ctx.generate()`"
+        loop.abort(request, StopReason.AGENT_ERROR, why)
 
 
 def _is_finished(request: Request) -> bool:

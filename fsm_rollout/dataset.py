@@ -82,6 +82,8 @@ def checked_rows(
 def _row(given: Any) -> PromptRow:
     if isinstance(given, str):
         given = {"prompt": given}
+    if isinstance(given, list):
+        raise ConfigError('it is a list; messages are the prompt of a row: {"prompt": [...]}')
     if isinstance(given, Mapping) and "prompt" not in given:
         raise ConfigError(f"no prompt in it: it has {', '.join(map(str, given)) or 'no fields'}")
     try:

@@ -46,7 +46,12 @@ def metrics_of(
     `seconds`: how long the batch took, for perf/tokens_per_s. Rows of children count with those of
     their request, and what an earlier attempt counted is gone with it.
     """
+    if not isinstance(played, Iterable):
+        raise _no_request(played)
     requests = [r for one in played for r in (one.requests if isinstance(one, Group) else [one])]
+    for request in requests:
+        if not isinstance(request, Request):
+            raise _no_request(request)
     if not requests:
         return {}
     usable = [r for r in requests if r.is_done and r.status is not Status.ABORTED]
@@ -59,6 +64,13 @@ def metrics_of(
         **_times(requests, seconds),
         **_tools_and_engine(requests),
     }
+
+
+def _no_request(given: object) -> ConfigError:
+    return ConfigError(
+        f"metrics_of takes a list of groups or requests, got {type(given).__name__}; "
+        "give it what `generate` returned"
+    )
 
 
 def _outcomes(requests: list[Request], usable: list[Request]) -> dict[str, float]:

@@ -71,6 +71,7 @@ class Rollout:
                 )
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be >= 1, got {max_concurrent}")
+        _check_types(limits, params)
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
         if codec is not None and tokenizer is None:
             self.codec = codec
@@ -217,6 +218,7 @@ class Rollout:
 
         It shares all parts, and the indices; making one is cheap.
         """
+        _check_types(limits, params)
         other = copy(self)
         other.limits = limits or self.limits
         if params is not None:
@@ -259,6 +261,12 @@ class Rollout:
                 self._is_started = True
         finally:
             self._starting = None  # it belongs to this event loop; the next try may be in another
+
+
+def _check_types(limits: object, params: object) -> None:
+    for name, given, cls in ("limits", limits, Limits), ("params", params, SamplingParams):
+        if given is not None and not isinstance(given, cls):
+            raise ConfigError(f"{name} must be {cls.__name__}(...), got {given!r}")
 
 
 def _seal(request: Request) -> None:

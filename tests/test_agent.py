@@ -366,7 +366,8 @@ async def _rewrites_while_it_is_answered(ctx: Context) -> None:
         (_observes_twice, "the turn was answered already"),
         (_observes_first, "there is no turn yet"),
         (_says_nonsense, "'oracle' is not one of"),
-        (_returns_at_once, "returned without a finished turn"),
+        (_returns_at_once, "it must be `async def` and `await ctx.generate"),
+        (lambda ctx: None, "it must be `async def` and `await ctx.generate"),
         (_generates_twice_at_once, "another call of this context still runs"),
         (_asks_again_beside_its_first_question, "another call of this context still runs"),
         (_rewrites_while_it_is_answered, "another call of this context still runs"),
@@ -619,3 +620,30 @@ def test_a_request_that_is_resumed_beneath_its_agent_starts_it_anew(when: str) -
     assert (request.attempt, starts) == (1, [0, 1])
     assert trained_texts(request) == [CALL, "done"]
     assert [turn.reward for turn in model_turns(request)] == [0.5, None]
+
+
+def test_an_agent_that_takes_no_context_is_refused_at_once() -> None:
+    async def forgot() -> None: ...
+
+    with pytest.raises(ConfigError, match=r"takes \(\), .* give an `async def agent\(ctx\)`"):
+        play(["a"], agent=forgot)
+
+
+def test_a_sub_agent_whose_tools_lack_kwargs_says_where_they_go() -> None:
+    class Search(Tool):
+        def create(self, docs: str) -> None: ...
+        def execute(self) -> str:
+            return ""
+
+    async def lead(ctx: Context) -> None:
+        await ctx.generate()
+        await ctx.spawn("part", tools_kwargs=ctx.request.tools_kwargs)
+        await ctx.spawn("part")
+
+    engine = ScriptedEngine(["a"], tokenizer=TOKENIZER)
+    rollout = Rollout(engine, TOKENIZER, tools=[Search], agent=lead)
+    kwargs = {"search": {"create_kwargs": {"docs": "none"}}}
+    [group] = fsm_rollout.run(rollout.generate([{"prompt": "a", "tools_kwargs": kwargs}]))
+    [request] = group.requests
+    assert "spawn: tools_kwargs['search'].create_kwargs: missing" in request.error
+    assert "`tools_kwargs=ctx.request.tools_kwargs`" in request.error

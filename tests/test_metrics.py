@@ -92,6 +92,13 @@ def groups() -> list[Group]:
     return batch()
 
 
+def test_samples_are_no_batch_of_requests() -> None:
+    with pytest.raises(ConfigError, match=r"got Sample; give it what `generate` returned"):
+        metrics_of([Sample()])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="got Group"):
+        metrics_of(Group(0, []))  # type: ignore[arg-type]
+
+
 def test_a_batch_is_counted(groups: list[Group]) -> None:
     metrics = metrics_of(groups, seconds=2.0)
     expected = {

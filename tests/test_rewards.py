@@ -644,6 +644,20 @@ def test_groups_end_whatever_their_requests_do(
             assert (request.status is Status.COMPLETED) is is_usable
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda: 1.0, r"takes \(\), .* called with a finished request"),
+        (lambda prompts, completions: [1.0], r"takes \(prompts, completions\), which is not one"),
+        (lambda request, *, weight: 1.0, "is not one argument"),
+        ({"tidy": lambda request: 1.0}, r"mapping of parts; give Rewards\({\.\.\.}\)"),
+    ],
+)
+def test_what_no_request_could_be_scored_with_is_refused_at_once(reward: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        rollout_with(reward)
+
+
 def test_a_config_has_the_options_of_a_part() -> None:
     in_config = [(f.name, f.default) for f in msgspec.structs.fields(RewardConfig)][1:]
     in_code = [(f.name, f.default) for f in dataclasses.fields(RewardPart)][1:]

@@ -149,6 +149,7 @@ def test_a_bug_in_a_listener_reaches_the_caller_and_the_others_are_released() ->
         ({"prompt": []}, r"row 2: the prompt is empty"),
         ({"prompt": 3}, r"row 2: .*prompt"),
         ({"prompt": "x", "labels": 1}, r"row 2: .*labels.*label"),
+        ([{"role": "user", "content": "x"}], r"row 2: it is a list; messages are the prompt"),
         ({"prompt": [{"role": "usr", "content": "x"}]}, r"row 2: .*usr"),
         ({"prompt": "x", "tools_kwargs": {"chek": {}}}, r"row 2: .*chek.*check"),
         (
@@ -256,6 +257,23 @@ def test_run_says_what_to_do_inside_a_running_loop() -> None:
 def test_what_is_no_engine_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match="object is no engine: it has no method 'generate'"):
         Rollout(object(), TOKENIZER)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"limits": {"max_turns": 2}}, r"limits must be Limits\(\.\.\.\), got {'max_turns': 2}"),
+        ({"params": {"top_p": 0.9}}, r"params must be SamplingParams\(\.\.\.\), got"),
+        ({"tools": "calculator"}, "tools must be a list, got 'calculator'"),
+        ({"tools": Check}, "tools must be a list, got .*Check"),
+    ],
+)
+def test_an_option_of_another_type_is_named_at_once(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Rollout(scripted("yes"), TOKENIZER, **given)
+    if "tools" not in given:
+        with pytest.raises(ConfigError, match=said):
+            Rollout(scripted("yes"), TOKENIZER).variant(**given)
 
 
 def test_a_rollout_wants_a_tokenizer_or_a_codec() -> None:

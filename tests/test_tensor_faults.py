@@ -17,7 +17,7 @@ from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.tensors import packed, padded, tensor
 from fsm_rollout.columns import Column
 from fsm_rollout.errors import ConfigError, HandOverError
-from fsm_rollout.request import Request
+from fsm_rollout.request import Group, Request
 from fsm_rollout.sample import Sample
 from tests.finished import COLUMNS, Play, Turn, play
 
@@ -222,3 +222,17 @@ def test_a_weight_version_that_is_no_number_is_named() -> None:
     sample = good(0, plan=Play(turns=(Turn(version="epoch-1"),)))
     with pytest.raises(HandOverError, match="sample 0-0 has weight version 'epoch-1'"):
         packed([sample], columns=["weight_versions"])
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_groups_in_place_of_samples_are_told_how_to_get_them(
+    make: Callable[[list[Any]], object],
+) -> None:
+    for given in ([Group(0, [])], [Request()], [[good()]], good()):
+        with pytest.raises(ConfigError, match=r"samples_of\(groups\)"):
+            make(given)  # type: ignore[arg-type]
+
+
+def test_one_name_is_no_list_of_columns() -> None:
+    with pytest.raises(ConfigError, match=r"give \['turns'\]"):
+        padded([good()], pad_id=0, columns="turns")

@@ -234,6 +234,29 @@ def test_after_forget_nothing_of_the_old_weights_is_used_and_tokens_carry_the_ve
     assert (first.weight_versions, second.weight_versions) == ((), (("step-1", 8),))
 
 
+def test_weights_that_changed_without_forget_are_noticed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, prompt = copy.deepcopy(tiny_llama()), ids(3, 50)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    async def use(engine: TransformersEngine) -> tuple[list[int], Generation]:
+        await ask(engine, prompt, 1, session="before", seed=1)
+        first = await ask(engine, prompt, 8, session="s", seed=1, **NEVER)
+        assert not caplog.records
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, 0.01)
+        optimizer.step()
+        history = [*prompt, *sampled(first)]
+        return history, await ask(engine, history, 8, session="s", seed=2, **NEVER)
+
+    history, second = serve(use, model=model)
+    expected = plain_log_probs(history, sampled(second), model=model)
+    assert second.log_probs is not None
+    assert second.log_probs.tolist() == pytest.approx(expected, abs=1e-4)
+    assert "call `engine.forget(weight_version=...)`" in caplog.text
+
+
 def test_forget_ends_what_runs_with_what_it_has() -> None:
     running, told = threading.Event(), threading.Event()
 

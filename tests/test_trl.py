@@ -22,6 +22,7 @@ from fsm_rollout.adapters.trl import RolloutFunc, rollouts
 from fsm_rollout.adapters.trl.loop_thread import LoopThread
 from fsm_rollout.adapters.trl.trainer import engine_of, misfits
 from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.batcher import Batcher
 from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError
@@ -107,6 +108,7 @@ def test_keys_and_values_of_old_weights_are_forgotten(
 ) -> None:
     if not forgets:  # the mutant
         monkeypatch.setattr(TransformersEngine, "forget", lambda self, **_: None)
+        monkeypatch.setattr(Batcher, "notice", lambda self: None)
     with training(RolloutFunc(tools=[Roll]), tmp_path, dataset=rows(1), num_generations=4) as t:
         batch_of(t)
         with torch.no_grad():

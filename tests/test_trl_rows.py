@@ -8,6 +8,7 @@ pytest.importorskip("trl")
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -88,6 +89,17 @@ def test_equal_prompts_with_other_kwargs_are_refused_or_told_apart() -> None:
     for given_row in apart:
         assert found[given_row["prompt"]].row.tools_kwargs == given_row["tools_kwargs"]
     Rows({"rows": [row("guess", "4"), row("guess", "4")]}, TOOLS)  # the same row twice is one
+
+
+def test_a_question_without_an_answer_is_named_by_its_line(tmp_path: Path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    good = '{"question": "?", "answer": "#### 1,800"}'
+    questions.write_text(good + "\n\n" + good + "\n")
+    assert [row["label"] for row in gsm8k.rows(questions)] == ["1800", "1800"]
+    for bad in ('{"question": "?"}', '{"question": "?", "answer": "none"}', "?", "[]"):
+        questions.write_text(good + "\n" + bad + "\n")
+        with pytest.raises(ConfigError, match=r"questions\.jsonl:2: .* a line of GSM8K is"):
+            gsm8k.rows(questions)
 
 
 def test_the_rows_of_gsm8k_fit_as_they_are_written_for_trl() -> None:

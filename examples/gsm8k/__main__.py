@@ -22,7 +22,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help=".jsonl or .parquet")
     parser.add_argument("--split", default="test", help="what the ids of the rows say")
     options = parser.parse_args()
+    if options.out.suffix not in (".jsonl", ".parquet"):
+        parser.error(f"--out {options.out}: give it the suffix .jsonl or .parquet")
     converted = rows(options.questions, to=options.to, split=options.split)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.suffix == ".parquet":
         from datasets import Dataset
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsm_rollout.errors import ConfigError, ToolError
 from fsm_rollout.tools.gsm8k import parse_number
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
@@ -61,5 +62,16 @@ FORMS: dict[str, Callable[[Row], Row]] = {
 
 def rows(questions: Path, *, to: str = "rows", split: str = "test") -> list[Row]:
     """The rows of a file in GSM8K's own form, `{"question": ..., "answer": "... #### 18"}`."""
-    problems = map(json.loads, questions.read_text("utf-8").splitlines())
-    return [FORMS[to](row(number, problem, split)) for number, problem in enumerate(problems)]
+    converted: list[Row] = []
+    for number, line in enumerate(questions.read_text("utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            problem = row(len(converted), json.loads(line), split)
+        except (ValueError, KeyError, TypeError, ToolError) as error:
+            raise ConfigError(
+                f"{questions}:{number}: {error!r}; a line of GSM8K is "
+                '{"question": "...", "answer": "... #### 18"}'
+            ) from error
+        converted.append(FORMS[to](problem))
+    return converted

@@ -271,6 +271,8 @@ def main() -> None:
         from examples.train_tiny.plot import plot
 
         plot(runs, arguments.plot)
+    curves = f", curves in {arguments.plot}" if arguments.plot else ""
+    print(f"numbers in {arguments.json}, samples and checkpoint in {out}{curves}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fsm_rollout.errors import HandOverError
+from fsm_rollout.errors import ConfigError, HandOverError
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Status
 from fsm_rollout.sample import Sample
@@ -34,12 +34,17 @@ def sift(
     """The samples that a trainer may have, in order, and those that it may not.
 
     Refused are samples that are ABORTED or have not ended, that break an invariant, that came
-    before (by `sample_id`), and, unless `rewards` or `log_probs` is False, that have none.
+    before (by `sample_id`), and, unless `rewards` or `log_probs` is False, that have none. Raises
+    ConfigError for what holds no samples: groups or requests.
     """
+    if not isinstance(samples, Iterable):
+        raise _no_sample(samples)
     good: list[Sample] = []
     refused: list[Refused] = []
     seen: set[str | int] = set()
     for sample in samples:
+        if not isinstance(sample, Sample):
+            raise _no_sample(sample)
         why = _why_not(sample, rewards=rewards, log_probs=log_probs)
         key = sample.sample_id or id(sample)
         if not why and key in seen:
@@ -71,6 +76,13 @@ def trained(sample: Sample) -> npt.NDArray[np.uint8]:
     """uint8 [R]: the loss mask as a trainer must have it, all 0 when `remove_sample` says so."""
     mask = sample.loss_mask
     return np.zeros_like(mask) if sample.remove_sample else mask
+
+
+def _no_sample(given: object) -> ConfigError:
+    return ConfigError(
+        f"samples must be a list of Sample, got {type(given).__name__}; "
+        "fsm_rollout.request.samples_of(groups) gives those of the groups of `generate`"
+    )
 
 
 def _why_not(sample: Sample, *, rewards: bool, log_probs: bool) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from fsm_rollout.adapters.handover import trained
 from fsm_rollout.adapters.layout import Layout
 from fsm_rollout.columns import Column
-from fsm_rollout.errors import HandOverError
+from fsm_rollout.errors import ConfigError, HandOverError
 from fsm_rollout.replay import WeightVersion
 from fsm_rollout.sample import Sample
 
@@ -30,6 +30,8 @@ def optional_columns(layout: Layout, names: Iterable[str]) -> Arrays:
 
     HandOverError: no sample has such a column, or samples disagree about what it is.
     """
+    if isinstance(names, str):
+        raise ConfigError(f"columns must be a list of names, got {names!r}; give [{names!r}]")
     arrays: Arrays = {}
     for name in names:
         build = _DERIVED.get(name)

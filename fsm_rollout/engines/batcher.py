@@ -102,6 +102,7 @@ class Batcher:
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._kept: OrderedDict[str, tuple[Ids, KeyValues]] = OrderedDict()  # by session
+        self._weights: list[tuple[int, int]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -121,6 +122,25 @@ class Batcher:
         for row in [*self._rows, *self._waiting]:
             self._leave(row, "abort")
         self._kept.clear()
+        self._weights = _stamps(self._model)
+
+    def notice(self) -> None:
+        """Weights that changed without a `forget`: what was computed with the old ones is dropped.
+
+        Writes in place are seen, an optimizer's for instance; those to `weight.data` are not.
+        """
+        weights = _stamps(self._model)
+        if weights == self._weights:
+            return
+        if self._weights and (self._kept or self._rows):
+            logger.warning(
+                "the model's weights have changed: call `engine.forget(weight_version=...)` after "
+                "each optimizer step. Its old keys and values are dropped"
+            )
+            for row in [*self._rows]:
+                self._leave(row, "abort")
+            self._kept.clear()
+        self._weights = weights
 
     def fail_all(self, message: str, reason: StopReason) -> None:
         """End every request, running or waiting, with an EngineError, and keep no sequence."""
@@ -135,6 +155,8 @@ class Batcher:
         for row in [*self._rows, *self._waiting]:
             if row.answer.cancelled():
                 self._leave(row, "abort")
+        if self._waiting:
+            self.notice()
         self._admit()
         room = self._prefill_tokens
         plan: list[tuple[Row, int]] = []
@@ -239,6 +261,14 @@ class Batcher:
         else:
             self._waiting.remove(row)
         row.resolve(finish)
+
+
+def _stamps(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Where each weight lies, and how often it was written in place."""
+    return [
+        (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
+    ]
 
 
 def _span(row: Row, count: int) -> Span:

@@ -24,6 +24,7 @@ from fsm_rollout.rewards.batch import Batcher
 from fsm_rollout.rewards.worker import Workers, check_importable
 from fsm_rollout.tools.base import finite
 from fsm_rollout.tools.result import describe
+from fsm_rollout.tools.signature import why_not_one_argument
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, Outcome, gate
 from fsm_rollout.turn import Turn
 
@@ -90,6 +91,11 @@ class RewardPart:
                 raise ConfigError(f"{name} is async: `processes` are for sync functions")
             check_importable(self.function, name)
             self._workers = Workers(self.processes)
+        if why := why_not_one_argument(self.function):
+            what = (
+                "a list of finished requests" if self.group or self.batch else "a finished request"
+            )
+            raise ConfigError(f"{name} {why}; it is called with {what}")
         self._here = _Here()
 
     async def score(self, request: Request) -> object:

@@ -80,6 +80,8 @@ class Rewards:
         """
         if given is None:
             return cls({f"{TOOL}{name}": 1.0 for name in tools})
+        if isinstance(given, Mapping):
+            raise ConfigError("reward is a mapping of parts; give Rewards({...}) of it")
         if not isinstance(given, Rewards):
             rewards = cls({"reward": given})
             rewards._is_bare = True

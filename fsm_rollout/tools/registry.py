@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fsm_rollout.errors import ConfigError
@@ -33,6 +33,8 @@ class Toolset:
     """Tool classes by name, in the order given. Raises ConfigError for one that could not run."""
 
     def __init__(self, tools: Sequence[ToolSpec] = ()) -> None:
+        if isinstance(tools, str) or not isinstance(tools, Iterable):
+            raise ConfigError(f"tools must be a list, got {tools!r}; put the one tool into a list")
         self.classes: dict[str, type[Tool]] = {}
         self._schemas: dict[str, ToolSchema] = {}
         for item in tools:

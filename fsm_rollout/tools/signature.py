@@ -26,6 +26,20 @@ from fsm_rollout.tools.base import Tool
 _EMPTY = inspect.Parameter.empty
 
 
+def why_not_one_argument(function: Callable[..., Any]) -> str:
+    """Why a call `function(x)` would fail; empty: it would not, or the function does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, for instance
+        return ""
+    try:
+        signature.bind(None)
+    except TypeError:
+        bare = [p.replace(annotation=_EMPTY) for p in signature.parameters.values()]
+        return f"takes {inspect.Signature(bare)}, which is not one argument"
+    return ""
+
+
 class Signature:
     """The parameters of one hook of a tool class. Raises ConfigError if one cannot be named."""
 
