@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fsm_rollout.adapters.advantages import baseline
+from fsm_rollout.adapters.advantages import EPSILON, baseline
 from fsm_rollout.adapters.slime.config import KEY, config_of
 from fsm_rollout.adapters.slime.record import fail, fault_of, is_status, reward_value
 from fsm_rollout.errors import HandOverError
