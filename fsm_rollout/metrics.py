@@ -261,7 +261,7 @@ class Alarm:
     """Says loudly when too large a part of a batch was aborted for one reason.
 
         alarm = Alarm({"engine_error": 0.05}, default=0.2)
-        metrics |= alarm(metrics)
+        metrics = alarm.watch(requests)  # metrics_of(requests), and the alarm
 
     Adds `rollout/abort/alarm`, the number of reasons whose rate is above its threshold, and logs an
     error; `raises`: an AlarmError too. Raises ConfigError for what is no reason of an abort.
@@ -283,7 +283,7 @@ class Alarm:
         self._raises = raises
 
     def __call__(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metric to add to those of `metrics_of`."""
+        """The metric to add to those of `metrics_of`, for callers that have these already."""
         said = []
         for reason, most in self._thresholds.items():
             rate = metrics.get(f"rollout/abort_rate/{reason}", 0.0)
@@ -299,6 +299,13 @@ class Alarm:
             if self._raises:
                 raise AlarmError(text)
         return {"rollout/abort/alarm": len(said)}
+
+    def watch(
+        self, played: Iterable[Request | Group], *, seconds: float | None = None
+    ) -> dict[str, float]:
+        """What `metrics_of` says of a batch, and the alarm; what adapters report of theirs."""
+        metrics = metrics_of(played, seconds=seconds)
+        return metrics | self(metrics) if metrics else {}
 
 
 # -- names of the ecosystem ------------------------------------------------------------------------

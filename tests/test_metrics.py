@@ -221,6 +221,9 @@ def test_the_alarm_is_raised_by_the_rate_of_one_reason(
     assert "16.7% of 6 requests (1) were aborted for engine_error, allowed are 10.0%" in caplog.text
     with pytest.raises(AlarmError, match="engine_error"):
         Alarm(default=0.1, raises=True)(metrics)
+    watched = Alarm(default=0.1).watch(groups, seconds=2.0)
+    assert watched == metrics_of(groups, seconds=2.0) | {"rollout/abort/alarm": 1}
+    assert Alarm(default=0.1, raises=True).watch([]) == {}
 
 
 @pytest.mark.parametrize(

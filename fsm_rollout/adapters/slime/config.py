@@ -40,6 +40,8 @@ class SlimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`module:function`, `async def agent(ctx)`: a loop of your own in place of the built-in one"""
     limits: dict[str, Any] = {}
     """budgets; those given here stand above what slime's flags say"""
+    max_abort_rate: float = 0.2
+    """of a step, for one reason: above it an error is logged, and `rollout/abort/alarm` counts"""
     stream: bool = False
     """tokens come as they are sampled"""
     log_prob_kind: LogProbKind | None = "scaled"

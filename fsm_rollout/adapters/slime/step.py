@@ -18,10 +18,10 @@ from importlib import import_module
 from typing import Any
 
 from fsm_rollout.adapters.slime import record
-from fsm_rollout.adapters.slime.config import sampling_of
+from fsm_rollout.adapters.slime.config import config_of, sampling_of
 from fsm_rollout.adapters.slime.player import PLAYED, Player, ending, generate, player_of
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.metrics import metrics_of
+from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ async def _step(
 ) -> tuple[list[Any], list[Any], dict[str, float]]:
     """The groups of the batch, all that were played to their end, and the step's metrics."""
     target, started = args.rollout_batch_size, time.monotonic()
+    alarm = Alarm(default=config_of(args).max_abort_rate)
     ended: list[Request] = []
     PLAYED.set(ended)  # the tasks below inherit it
     ask_for = getattr(args, "over_sampling_batch_size", None) or target
@@ -103,7 +104,7 @@ async def _step(
     if getattr(args, "partial_rollout", False):
         _keep_for_later(rollout_id, data_source, [*spare, *running.values()])
     metrics: dict[str, float] = {
-        **metrics_of(ended, seconds=time.monotonic() - started),
+        **alarm.watch(ended, seconds=time.monotonic() - started),
         **{f"rollout/dynamic_filter/drop_{reason}": n for reason, n in dropped.items()},
         "rollout/failed": sum(record.is_status(sample, "failed") for sample in _flat(kept)),
         "rollout/aborted_groups": aborts.total(),

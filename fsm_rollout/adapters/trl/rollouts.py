@@ -35,7 +35,7 @@ from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status, StopReason
-from fsm_rollout.metrics import metrics_of
+from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction, RewardPart, Rewards
 from fsm_rollout.rollout import Rollout
@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
 logger = logging.getLogger(__name__)
+
+WATCHED = Alarm(default=0.2).watch
+"""the metrics of a batch, and an error in the log when many were aborted for one reason"""
 
 
 class RolloutFunc:
@@ -84,7 +87,7 @@ class RolloutFunc:
         engine: Engine | None = None,
         rows: RowSource | None = None,
         mask_truncated: bool = False,
-        metrics: Callable[[Sequence[Request]], Mapping[str, float]] = metrics_of,
+        metrics: Callable[[Sequence[Request]], Mapping[str, float]] = WATCHED,
         parser: str = "hermes",
         chat_template: str | None = None,
         max_concurrent: int = 256,

@@ -95,12 +95,15 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         validate = bool(batch.meta_info.get("validate", False))
         does_sample = [validate or bool(row.pop("__do_sample__", True)) for row in columns]
         played: dict[int, Row] = {}
+        ended: dict[str, list[Request]] = {name: [] for name in players}
 
         async def play(numbers: list[int]) -> None:
             first = numbers[0]
-            player = players[columns[first]["agent_name"]]
+            name = columns[first]["agent_name"]
+            player = players[name]
             params = self.sampling_params(validate=validate, does_sample=does_sample[first])
             requests = await player.play(columns[first], params, n=len(numbers))
+            ended[name] += requests
             pairs = zip(numbers, requests, strict=True)
             rows = [self._row(player, request, columns[number]) for number, request in pairs]
             played.update(zip(numbers, await asyncio.gather(*rows), strict=True))
@@ -111,6 +114,8 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                     tasks.create_task(play(numbers))
         except BaseExceptionGroup as bugs:  # nothing that a row, a tool or a server did
             raise bugs.exceptions[0] from bugs
+        for name, requests in ended.items():
+            players[name].alarm.watch(requests)
         # what a batch has must not depend on its rows: verl joins those of all workers
         has_rewards = self.reward_loop_worker_handles is not None or all(
             player.gives_rewards for player in players.values()

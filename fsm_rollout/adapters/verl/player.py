@@ -28,6 +28,7 @@ from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import StopReason
+from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.machine import Machine
@@ -51,6 +52,7 @@ class Player:
     ) -> None:
         its = config.actor_rollout_ref.rollout
         self._settings = settings
+        self.alarm = Alarm(default=settings.max_abort_rate)
         self._kind: LogProbKind = settings.log_prob_kind or log_prob_kind_of(its)
         check_training(its, self._kind)
         self._config, self._tokenizer = config, tokenizer
