@@ -107,6 +107,15 @@ def test_what_a_function_does_in_its_process_costs_one_request(
     assert why in requests[1].error
 
 
+def test_what_a_function_raises_in_its_process_is_told_without_our_own_frames(
+    part: RewardPart, caplog: pytest.LogCaptureFixture
+) -> None:
+    [request] = generate(part, ["raise"])
+    assert request.error.endswith("in a process, ValueError('no answer')")
+    assert 'raise ValueError("no answer")' in caplog.text
+    assert "supervisor.py" not in caplog.text
+
+
 def test_a_row_that_cannot_be_sent_costs_one_request(part: RewardPart) -> None:
     engine = ScriptedEngine(lambda _: "done", tokenizer=TOKENIZER)
     rollout = Rollout(engine, TOKENIZER, limits=LIMITS, reward=part)

@@ -308,3 +308,18 @@ def test_reward_functions_of_ones_own_leave_refused_samples_out(*, use_async: bo
     scores = function(completions=["a", "b"], refused=["", "aborted"])
     assert (asyncio.run(scores) if use_async else scores) == [1.0, None]
     assert function.__name__ == ("later" if use_async else "own_reward")
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_a_trainer_that_would_drop_what_rollouts_earn_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, hands_on: bool
+) -> None:
+    own = usable_only(lambda completions, **_: [0.0] * len(completions))
+    functions = [own, *[reward] * hands_on]
+    func = RolloutFunc(engine=scripted("done"), tools=[Roll])
+    with (
+        caplog.at_level(logging.WARNING, "fsm_rollout"),
+        training(func, tmp_path, reward_funcs=functions) as trainer,
+    ):
+        batch_of(trainer)
+    assert ("add it to reward_funcs" in caplog.text) is not hands_on

@@ -138,7 +138,10 @@ class RewardPart:
         value, error = outcome
         if error is not None:
             numbers = ", ".join(str(request.index) for request in requests)
-            logger.error("request %s: %s raised", numbers, self._label, exc_info=error)
+            if self._workers is None:
+                logger.error("request %s: %s raised", numbers, self._label, exc_info=error)
+            else:  # which says where in its own process; here stands only how it was asked
+                logger.error("request %s: %s raised %s", numbers, self._label, error)
             raise RewardError(f"{self._label} raised {describe(error)}") from error
         return value
 

@@ -192,4 +192,4 @@ def _call(function: Callable[..., Any], sent: object) -> Any:
     try:
         return function(sent)
     except BaseException as error:
-        raise RuntimeError(f"{error!r}, in a process:\n{traceback.format_exc()}") from None
+        raise RuntimeError(f"in a process, {error!r}\n{traceback.format_exc()}") from None

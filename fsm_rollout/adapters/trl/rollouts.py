@@ -43,6 +43,7 @@ from fsm_rollout.sample import Sample
 from fsm_rollout.states.guards import Guard
 from fsm_rollout.states.machine import Listener
 from fsm_rollout.states.table import Event
+from fsm_rollout.tools.base import Tool
 from fsm_rollout.tools.registry import Toolset, ToolSpec
 
 if TYPE_CHECKING:
@@ -149,6 +150,13 @@ class RolloutFunc:
     def _start(self, trainer: GRPOTrainer) -> Rollout:
         if found := list(misfits(trainer, engine=self._engine)):
             raise ConfigError("RolloutFunc and this trainer don't fit: " + "; ".join(found))
+        tools = self._tools.classes.values()
+        earns = any(tool.calc_reward is not Tool.calc_reward for tool in tools)
+        if trl_rewards.reward not in trainer.reward_funcs and (earns or self._options["reward"]):
+            logger.warning(
+                "what the rollouts earn, and their metrics, reach the trainer by "
+                "`fsm_rollout.adapters.trl.reward`: add it to reward_funcs"
+            )
         args, step = args_of(trainer), trainer.state.global_step  # not 0 when training was resumed
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self._played, self._groups = count(step * per_step), count()
