@@ -86,6 +86,9 @@ def _row(given: Any) -> PromptRow:
         raise ConfigError('it is a list; messages are the prompt of a row: {"prompt": [...]}')
     if isinstance(given, Mapping) and "prompt" not in given:
         raise ConfigError(f"no prompt in it: it has {', '.join(map(str, given)) or 'no fields'}")
+    if isinstance(given, Mapping):  # a table gives every row the fields of every other
+        held = {name: v for name, v in given.items() if v is not None or name == "prompt"}
+        given = {n: present(v, depth=2) if n == "tools_kwargs" else v for n, v in held.items()}
     try:
         return msgspec.convert(given, PromptRow)
     except msgspec.ValidationError as error:

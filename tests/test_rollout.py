@@ -343,3 +343,13 @@ def test_an_id_that_two_rows_share_is_refused_and_one_of_its_own_is_carried() ->
         fsm_rollout.run(rollout.generate([{"id": "a", "prompt": "1"}, {"id": "a", "prompt": "2"}]))
     [group] = fsm_rollout.run(rollout.generate([{"id": "a", "prompt": "1"}], num_samples=2))
     assert [sample.row_id for sample in group.samples] == ["a", "a"]
+
+
+def test_what_a_table_fills_with_none_is_absent_from_a_row() -> None:
+    rollout = Rollout(ScriptedEngine(["4"], tokenizer=TOKENIZER), TOKENIZER, tools=[Check])
+    kwargs = {"check": {"create_kwargs": {"truth": "4"}, "execute_kwargs": None}, "other": None}
+    row = {"prompt": "2 + 2?", "id": None, "metadata": None, "label": None, "tools_kwargs": kwargs}
+    [group] = fsm_rollout.run(rollout.generate([row]))
+    assert group.requests[0].tools_kwargs == {"check": {"create_kwargs": {"truth": "4"}}}
+    with pytest.raises(ConfigError, match="prompt"):
+        fsm_rollout.run(rollout.generate([{"prompt": None}]))
