@@ -99,6 +99,12 @@ def test_a_sub_agents_own_reward_is_not_divided_by_nothing(other: float) -> None
     assert found == pytest.approx([0.0, math.sqrt(3), 0.0], abs=1e-5)
 
 
+def test_a_rollout_whose_own_reward_is_missing_is_in_no_mean() -> None:
+    samples = rollouts(Play(reward=1.0), Play(reward=0.0), Play(reward=5.0))
+    samples[2].sample_id = "2.1-0"  # a sub-agent's; its request had no reward, and was set aside
+    assert group_advantages(samples, scale=False) == [0.5, -0.5, 4.5]
+
+
 def test_nearly_equal_rewards_stay_small() -> None:
     up = math.nextafter(0.1, 1)
     assert max(map(abs, group_advantages(rewarded(0.1, up, 0.1, up)))) < 1e-9

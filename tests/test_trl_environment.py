@@ -132,6 +132,41 @@ def test_methods_are_tools_reset_speaks_and_get_reward_counts() -> None:
     assert (second.reward, second.status) == (8.0, "completed")
 
 
+class Account:
+    """What an await lets in between would be lost money."""
+
+    def reset(self, **kwargs: Any) -> None:
+        self.held = 0
+
+    async def pay(self, amount: int) -> str:
+        """
+        Pay in.
+
+        Args:
+            amount: How much.
+        """
+        held = self.held
+        await asyncio.sleep(0.02)
+        self.held = held + amount
+        return str(self.held)
+
+    async def take(self, amount: int) -> str:
+        """
+        Take out.
+
+        Args:
+            amount: How much.
+        """
+        return await self.pay(-amount)
+
+
+def test_async_methods_do_not_interleave() -> None:
+    calls = call("pay", amount=5) + call("take", amount=2) + call("pay", amount=1)
+    [request] = played(Environment(Account), [calls, "done"])
+    told = [m["content"] for m in request.sample.messages if m["role"] == "tool"]
+    assert told == ["5", "3", "4"]
+
+
 def test_the_schema_is_that_of_the_method() -> None:
     environment = Environment(Counter)
     rollout = Rollout(ScriptedEngine([]), TOKENIZER, tools=environment.tools)

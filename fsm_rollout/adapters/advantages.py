@@ -34,19 +34,11 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     """
     rows = require(samples, log_probs=False)
     usable = {sample.rollout_id for sample in rows if not sample.remove_sample}
-    groups: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[int, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in sorted(rows, key=_depth):
         if sample.rollout_id in usable:
-            rewards = groups[sample.group_index][sample.rollout_id]
-            if not (rewards and sample.remove_sample):
-                rewards.append(sample.reward or 0.0)
-    baselines = {
-        group: baseline(
-            [rewards[0] for rewards in rollouts.values()],
-            [reward for rewards in rollouts.values() for reward in rewards if reward != rewards[0]],
-        )
-        for group, rollouts in groups.items()
-    }
+            groups[sample.group_index][sample.rollout_id].append(sample)
+    baselines = {group: _baseline(list(rollouts.values())) for group, rollouts in groups.items()}
     advantages = []
     for sample in rows:
         mean, deviation = baselines.get(sample.group_index, (0.0, 0.0))
@@ -63,6 +55,19 @@ def baseline(rewards: list[float], others: Sequence[float] = ()) -> tuple[float,
     """
     mean, deviation = _moments(rewards)
     return mean, _moments([*rewards, *others])[1] if others else deviation
+
+
+def _baseline(rollouts: list[list[Sample]]) -> tuple[float, float]:
+    """Of a group. A rollout of which only sub-agents are here is compared, and in no mean."""
+    top = min(_depth(samples[0]) for samples in rollouts)
+    rewards: list[float] = []
+    others: list[float] = []
+    for first, *more in rollouts:
+        known = first.reward or 0.0
+        (rewards if _depth(first) == top else others).append(known)
+        own = [sample.reward or 0.0 for sample in more if not sample.remove_sample]
+        others += [reward for reward in own if reward != known]
+    return baseline(rewards, others)
 
 
 def _moments(rewards: list[float]) -> tuple[float, float]:

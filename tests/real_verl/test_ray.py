@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils
 
 from fsm_rollout.adapters.verl import FsmAgentLoopManager, FsmAgentLoopManagerTQ
 from fsm_rollout.adapters.verl.manager_tq import fill_experts
-from fsm_rollout.errors import HandOverError
+from fsm_rollout.errors import ConfigError, HandOverError
 from tests.real_verl.setting import (
     EMPTY,
     PAD,
@@ -147,6 +147,9 @@ def test_v0_a_batch_without_any_outcome_is_refused() -> None:
     manager = FsmAgentLoopManager.create(config=config(), llm_client=Client([EMPTY]))
     with pytest.raises(HandOverError, match=r"none of 2 rows has an outcome.*the engine aborted"):
         manager.generate_sequences(rows(2))
+    batch = rows(1)
+    batch.meta_info["validate"] = True  # in small batches, one bad row may be a whole one
+    assert manager.generate_sequences(batch).non_tensor_batch["is_stand_in"].all()
 
 
 # -- V1 --------------------------------------------------------------------------------------------
@@ -251,6 +254,13 @@ def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:
     statuses = {tags["bad"]["status"], tags["good"]["status"]}
     assert statuses == {"failure", "finished"}
     assert len(tags) == 3
+
+
+def test_v1_what_cannot_run_says_so_before_it_starts() -> None:
+    client = Client([DONE])
+    with pytest.raises(ConfigError, match="did you mean 'limits'"):
+        stored(FsmAgentLoopManagerTQ, config(entry={"limit": {}}, n=1), client, ["never"])
+    tq.kv_clear(keys=["never"], partition_id="train")
 
 
 def test_v1_a_reward_that_is_none_costs_one_session() -> None:

@@ -533,6 +533,23 @@ def test_routed_experts_stand_beside_their_tokens(worker: Any) -> None:
     assert torch.equal(out.batch["input_ids"], first.batch["input_ids"])
 
 
+def test_a_batch_of_stand_ins_alone_has_experts_like_the_one_before() -> None:
+    client = Client([DONE])
+    played(FsmAgentLoopWorker, config(), client, rows(1))
+    total = len(client.asked[0]["prompt_ids"]) + len(DONE.token_ids) - 1
+    experts = np.ones((total, 2, 1), dtype=np.int32)
+    replies = Client([DONE.model_copy(update={"routed_experts": experts})], [EMPTY])
+
+    async def play() -> list[Any]:
+        worker = FsmAgentLoopWorker(config(), llm_client=replies)
+        return [await worker.generate_sequences(rows(1)) for _ in range(2)]
+
+    outs = asyncio.run(play())
+    assert column(outs[1], "is_stand_in") == [True]
+    both = DataProto.concat(outs).batch["routed_experts"]
+    assert [bool(row.any()) for row in both] == [True, False]
+
+
 def test_rows_of_one_uid_that_are_not_alike_are_played_apart() -> None:
     prompts = np.empty(3, dtype=object)
     prompts[:] = [[{"role": "user", "content": text}] for text in ("one", "two", "one")]

@@ -91,6 +91,7 @@ class _Stage:
         self._made: Any = None
         self._columns: Mapping[str, Any] = {}
         self._is_fresh = False
+        self._turn = asyncio.Lock()
         self._num_asked = self._num_ended = 0  # each is written by one thread
 
     @property
@@ -119,10 +120,11 @@ class _Stage:
 
         async def run() -> Any:
             try:
-                if self._made is None:
-                    self._made = self._factory()
-                value = getattr(self._made, name)(**arguments)
-                return await value if inspect.isawaitable(value) else value
+                async with self._turn:  # async methods, too, would interleave at their awaits
+                    if self._made is None:
+                        self._made = self._factory()
+                    value = getattr(self._made, name)(**arguments)
+                    return await value if inspect.isawaitable(value) else value
             finally:
                 self._num_ended += 1
 

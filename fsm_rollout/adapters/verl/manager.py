@@ -223,14 +223,20 @@ class FsmAgentLoopManager(AgentLoopManager):
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One row for each of `prompts`. HandOverError when none of them has an outcome."""
+        """One row for each of `prompts`.
+
+        Raises HandOverError when none that is to be trained has an outcome.
+        """
         output = await super().generate_sequences(prompts)
         if output.non_tensor_batch["is_stand_in"].all():
             why = ", ".join(sorted(set(output.non_tensor_batch["error"].tolist()))[:3])
-            raise HandOverError(
-                f"none of {len(output)} rows has an outcome, and verl's loss of a batch without a "
-                f"trained token is 0 / 0. They say: {why}"
-            )
+            what = f"none of {len(output)} rows has an outcome"
+            if not prompts.meta_info.get("validate", False):
+                raise HandOverError(
+                    f"{what}, and verl's loss of a batch without a trained token is 0 / 0. They "
+                    f"say: {why}"
+                )
+            logger.error("evaluation: %s; their reward reads 0. They say: %s", what, why)
         groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
         trains = not prompts.meta_info.get("validate", False)
         keys = fill_neutral(output.batch, output.non_tensor_batch, groups, trains=trains)

@@ -41,11 +41,22 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         self.background_tasks: set[asyncio.Task[None]] = set()
 
     async def generate_sequences(self, batch: TensorDict) -> None:
-        """Start to play every prompt of the batch, and return."""
+        """Start to play every prompt of the batch, and return.
+
+        Raises ConfigError, before the first, for what none could be played with.
+        """
         validate = batch.pop("validate", False)
         validate = bool(getattr(validate, "data", validate))
-        for number in range(len(batch)):
-            columns = {name: _at(value, number) for name, value in batch.items()}
+        prompts = [
+            {name: _at(value, number) for name, value in batch.items()}
+            for number in range(len(batch))
+        ]
+        default = self.rollout_config.agent.default_agent_loop
+        for columns in prompts:
+            columns["agent_name"] = columns.get("agent_name") or default
+        for name in {columns["agent_name"]: 0 for columns in prompts}:
+            self.player(name)
+        for columns in prompts:
             task = asyncio.create_task(self._run_prompt(columns, validate=validate))
             self.background_tasks.add(task)
             task.add_done_callback(self.background_tasks.discard)
@@ -67,8 +78,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         source = self.rollout_config.val_kwargs if validate else self.rollout_config
         n = int(columns.pop("__rollout_n__", source.n))
         does_sample = validate or bool(columns.pop("__do_sample__", True))
-        default = self.rollout_config.agent.default_agent_loop
-        player = self.player(columns.pop("agent_name", default))
+        player = self.player(columns.pop("agent_name"))
         params = self.sampling_params(validate=validate, does_sample=does_sample)
         requests = await player.play(columns, params, n=n)
         sessions = [
