@@ -78,8 +78,6 @@ class Context:
             loop = self._loop
             if request.status is Status.PENDING:
                 await loop.start(request)
-            elif request.status is Status.TOOL_CALLING:
-                loop.machine.settle(Event.GENERATE, request)
             elif _is_unread(request):  # the agent cancelled the call before this one
                 return self._whole(await loop.read(request))
             elif _is_finished(request):
@@ -87,6 +85,8 @@ class Context:
                     f"{self._where()}: the turn before has no answer; `await ctx.observe(...)` "
                     "first, or return to end the request"
                 )
+            elif request.status is Status.TOOL_CALLING:
+                loop.machine.settle(Event.GENERATE, request)
             if self._alive().status is Status.TOOL_CALLING:
                 return request.sample.turns[-1]
             return self._whole(await loop.turn(request))

@@ -65,7 +65,8 @@ class Loop(Hops):
             await self.play(request)
             while self._may_retry(request):
                 await self.release(request)
-                self.machine.fire(Event.RETRY, request)
+                if request.is_done:  # else retried from outside meanwhile
+                    self.machine.fire(Event.RETRY, request)
                 await self.play(request)
         finally:
             await self.release(request)

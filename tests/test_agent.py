@@ -317,6 +317,19 @@ async def _generates_twice(ctx: Context) -> None:
     await ctx.generate()
 
 
+async def _calls_without_telling(ctx: Context) -> None:
+    await ctx.generate()
+    await ctx.call_tools()
+    await ctx.generate()
+
+
+async def _rewrites_in_vain(ctx: Context) -> None:
+    await ctx.generate()
+    with contextlib.suppress(InvariantError):
+        await ctx.rewrite("x" * 40_000)
+    await ctx.generate()
+
+
 async def _observes_twice(ctx: Context) -> None:
     await ctx.generate()
     await ctx.observe("a")
@@ -363,6 +376,8 @@ async def _rewrites_while_it_is_answered(ctx: Context) -> None:
     ("agent", "why"),
     [
         (_generates_twice, "the turn before has no answer"),
+        (_calls_without_telling, "the turn before has no answer"),
+        (_rewrites_in_vain, "the turn before has no answer"),
         (_observes_twice, "the turn was answered already"),
         (_observes_first, "there is no turn yet"),
         (_says_nonsense, "'oracle' is not one of"),

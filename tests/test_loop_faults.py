@@ -475,3 +475,33 @@ def test_a_request_that_ends_while_its_prompt_is_encoded_stays_as_it_ended(
 
     asyncio.run(drive())
     assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.TIMEOUT)
+
+
+def test_a_retry_from_outside_while_the_tools_are_released_is_the_retry() -> None:
+    releasing: list[int] = []
+    has_begun = asyncio.Event()
+
+    class Slow(Tool):
+        """Slow."""
+
+        def execute(self) -> str:
+            return ""
+
+        async def release(self) -> None:
+            releasing.append(len(releasing))
+            has_begun.set()
+            await asyncio.sleep(0.05)
+
+    async def main() -> Request:
+        script: list[Any] = [Reply(ids("x"), log_probs=None), "done"]
+        engine = ScriptedEngine(script, tokenizer=TOKENIZER)
+        rollout = Rollout(engine, TOKENIZER, tools=[Slow])
+        request = rollout.request("hello")
+        running = asyncio.ensure_future(rollout.run(request))
+        await has_begun.wait()
+        rollout.loop.machine.fire(Event.RETRY, request)
+        return await running
+
+    request = asyncio.run(main())
+    assert (request.status, request.attempt, request.is_sealed) == (Status.COMPLETED, 2, True)
+    assert releasing == [0, 1]
