@@ -176,7 +176,7 @@ class Loop(Hops):
         """Say in text what was sampled and observed."""
         seq = request.seq
         try:
-            async with asyncio.timeout(request.limits.tool_timeout_s):
+            async with asyncio.timeout(request.limits.turn_timeout_s):
                 for sample in request.samples:
                     text = await self.codec.decode_async(sample.columns.response_tokens())
                     if request.seq != seq:

@@ -274,6 +274,8 @@ class Request:
         if self.is_sealed:
             raise InvariantError("R3.closed", f"request {self.index} is sealed already")
         self.reward = _plain(self.reward)
+        if self._status is Status.ABORTED:  # what it earned before is nobody's reward
+            self.reward, self.reward_parts = None, {}
         for sample in self.samples:
             sample._status, sample._stop_reason = self._status, self.stop_reason
             sample.reward, sample.reward_parts = self.reward, dict(self.reward_parts)

@@ -159,7 +159,7 @@ class Rollout:
                     self.loop.abort(
                         request, StopReason.CANCELLED, "the run ended before its group did"
                     )
-                    _seal(request)
+                    request.seal()
 
     async def _reward_group(self, group: Group) -> None:
         """Add what the group's functions say of its usable requests, and seal them."""
@@ -175,7 +175,7 @@ class Rollout:
                 earned.add(request)
         for request in open_ones:
             if request.is_done:
-                _seal(request)
+                request.seal()
 
     def _group(self, row: PromptRow, num_samples: int) -> Group:
         group_index = next(self._group_indices)
@@ -267,12 +267,6 @@ def _check_types(limits: object, params: object) -> None:
     for name, given, cls in ("limits", limits, Limits), ("params", params, SamplingParams):
         if given is not None and not isinstance(given, cls):
             raise ConfigError(f"{name} must be {cls.__name__}(...), got {given!r}")
-
-
-def _seal(request: Request) -> None:
-    if request.status is Status.ABORTED:  # what it earned without its group is not its reward
-        request.reward, request.reward_parts = None, {}
-    request.seal()
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, tuned: bool = False) -> T:

@@ -144,16 +144,20 @@ def test_a_prompt_is_set_once() -> None:
     assert request.sample.tokens.tolist() == [1, 2]
 
 
-def test_seal_records_the_outcome_on_every_sample() -> None:
-    request, machine = a_used_request(), Machine()
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.ABORTED])
+def test_seal_records_the_outcome_on_every_sample(status: Status) -> None:
+    machine = Machine()
+    request = a_used_request() if status is Status.ABORTED else request_in(status, machine)
+    reason = request.stop_reason
     request.reward, request.reward_parts = 0.5, {"answer": 0.5}
     request.seal()
+    earned = (None, {}) if status is Status.ABORTED else (0.5, {"answer": 0.5})
     for sample in request.samples:
-        assert (sample.status, sample.stop_reason) == (Status.ABORTED, StopReason.ENGINE_ERROR)
-        assert (sample.reward, sample.reward_parts) == (0.5, {"answer": 0.5})
+        assert (sample.status, sample.stop_reason) == (status, reason)
+        assert (sample.reward, sample.reward_parts) == earned
         assert sample.is_sealed
         assert sample.request is None
-    for event in (Event.RESUME, Event.RETRY):
+    for event in (Event.RESUME, Event.RETRY) if status is Status.ABORTED else ():
         with pytest.raises(GuardRefused, match="sealed"):
             machine.fire(event, request)
 

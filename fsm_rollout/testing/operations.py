@@ -367,6 +367,8 @@ class Player(Twin):
             self.attempt(request.seal, codes, "seal")
             return
         request.reward = reward
+        if reference.status is Status.ABORTED:
+            reward = None
         self.attempt(request.seal, (), "seal")
         reference.is_sealed = True
         assert all((s.reward, s.request) == (reward, None) for s in request.samples)
