@@ -124,7 +124,7 @@ def test_bat_001_widths_are_fixed_or_bucketed(multiple: int, fixed: Any, shape: 
         ({"prompt_length": 8.0}, r"prompt_length must be a whole number >= 0, got 8\.0"),
         ({"response_length": -1}, "response_length must be a whole number >= 0, got -1"),
         ({"pad_id": "<pad>"}, "pad_id is '<pad>'"),
-        ({"columns": "turns"}, "columns is the text 'turns': give a list of names"),
+        ({"columns": "turns"}, "columns must be a list of names, got 'turns'"),
     ],
 )
 def test_bat_001_arguments_that_make_no_batch_are_named(arguments: Any, why: str) -> None:

@@ -164,8 +164,6 @@ def packed(
 def _with_columns(
     batch: dict[str, npt.NDArray[Any]], layout: Layout, columns: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    if isinstance(columns, str):
-        raise ConfigError(f"columns is the text {columns!r}: give a list of names")
     more = optional_columns(layout, columns)
     if taken := batch.keys() & more.keys():
         raise ConfigError(f"a batch has {', '.join(sorted(taken))} already: rename the column")
