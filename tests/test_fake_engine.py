@@ -290,7 +290,7 @@ def test_an_aborted_call_returns_what_was_out(wire: str, stream: bool) -> None:
 
     heard = with_fake(cut, tokens=LogNormal(400), latency=Latency(per_token_s=0.01))
     assert (heard.status, heard.finish) == (200, "abort")
-    assert 5 <= len(heard.ids) <= 100
+    assert 1 <= len(heard.ids) <= 100  # ten milliseconds each, on a machine that may be busy
     assert heard.completion_tokens == len(heard.ids) == len(heard.log_probs or ())
     assert (
         heard.ids
