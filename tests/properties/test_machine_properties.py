@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant, rule
 from fsm_rollout.limits import Limits, Status
 from fsm_rollout.states.machine import Transition
 from fsm_rollout.states.table import EDGES, Event
-from fsm_rollout.testing.faults import COLUMNS, FAULTS, FORMS, Reply, Setup
+from fsm_rollout.testing.faults import CALLS, COLUMNS, FAULTS, FORMS, Reply, Setup
 from fsm_rollout.testing.machines import (
     RolloutStateMachine,
     rollout_machine,
@@ -63,6 +63,18 @@ def test_each_fault_is_refused_in_each_form_at_once_and_at_the_end_of_a_stream(
                 player.observed(Reply(4, fault=fault, chunk=chunk, form=form))
             player.check()
     assert coverage["append sampled in GENERATING", fault] == 2 * len(FORMS)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition", "abort", None])
+def test_only_calls_of_a_turn_that_was_ended_are_answered(finish: str | None) -> None:
+    player = Player((), Counter())
+    player.start(Setup(Limits(max_context=64), 3, True, COLUMNS))
+    player.fire(Event.GENERATE, None)
+    player.sampled(Reply(4, finish=finish))
+    player.attach(CALLS[1])
+    player.fire(Event.OBSERVE, None)  # it and its reference must agree
+    assert (player.request.status is Status.TOOL_CALLING) is (finish == "stop")
+    player.check()
 
 
 def test_a_listener_hears_the_transitions_of_a_request_in_order() -> None:
