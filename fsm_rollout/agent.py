@@ -268,16 +268,13 @@ def player(agent: Agent) -> Player:
             on_abandon=lambda: None,
         )
         try:
-            await flight.settle(request.limits.request_timeout_s)
+            await flight.settle(2 * request.limits.request_timeout_s)  # the loop's clock is first
         finally:
             try:
                 await flight.stop()
             finally:  # cancelled once more, perhaps
                 await context.close()
         if request.is_done or request.attempt != context._attempt or context.was_moved:
-            return
-        if not flight.is_done:  # abandoned by a clock of ours
-            loop.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
             return
         error = flight.task.result()[1]
         if error is None:

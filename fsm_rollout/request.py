@@ -97,6 +97,7 @@ class Request:
             sample_id=f"{self.name}-{len(self.samples)}",
             session_id=self.samples[0].session_id if self.samples else self.name,
             row_id=self.row_id,
+            is_child=self.is_child,
             prompt=prompt,
             label=self.label,
             metadata=self.metadata,

@@ -109,7 +109,7 @@ class Rollout:
 
         Indices count on from call to call, and with them the seeds: no two requests are alike.
 
-        A row is a prompt or `{prompt, label, metadata, tools_kwargs}`. Every request comes back
+        A row is a prompt or `{prompt, id, label, metadata, tools_kwargs}`. Every request comes back
         COMPLETED, TRUNCATED or ABORTED with a reason. Raises ConfigError, naming the row, before
         anything starts.
         """

@@ -37,6 +37,7 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     sample_id: str
     session_id: str
     row_id: str = ""
+    is_child: bool = False
     prompt: Any
     label: Any
     metadata: dict[str, Any]

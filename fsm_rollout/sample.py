@@ -52,6 +52,8 @@ class Sample:
     session_id: str = ""
     row_id: str = ""
     """the dataset's own id of the row"""
+    is_child: bool = False
+    """a sub-agent's: its reward may be its own, and is in no group's mean"""
     prompt: Any = None
     """the messages that were rendered; frozen input"""
     label: Any = None

@@ -85,7 +85,7 @@ def test_a_reward_that_is_missing_is_not_zero() -> None:
 
 def test_the_order_of_rows_changes_no_advantage() -> None:
     samples = rollouts(Play(reward=1.0, turns=FORKED), Play(reward=0.0))
-    samples[1].reward, samples[1].sample_id = 0.25, "0.1-0"  # a sub-agent's
+    samples[1].reward, samples[1].is_child = 0.25, True  # a sub-agent's
     found = group_advantages(samples)
     assert group_advantages(samples[::-1]) == found[::-1]
 
@@ -94,14 +94,14 @@ def test_the_order_of_rows_changes_no_advantage() -> None:
 def test_a_sub_agents_own_reward_is_not_divided_by_nothing(other: float) -> None:
     """All requests of its group earned the same, as they do so often."""
     samples = rollouts(Play(reward=1.0, turns=FORKED), Play(reward=other))
-    samples[1].reward, samples[1].sample_id = 5.0, "0.1-0"
+    samples[1].reward, samples[1].is_child = 5.0, True
     found = group_advantages(samples)
     assert found == pytest.approx([0.0, math.sqrt(3), 0.0], abs=1e-5)
 
 
 def test_a_rollout_whose_own_reward_is_missing_is_in_no_mean() -> None:
     samples = rollouts(Play(reward=1.0), Play(reward=0.0), Play(reward=5.0))
-    samples[2].sample_id = "2.1-0"  # a sub-agent's; its request had no reward, and was set aside
+    samples[2].is_child = True  # a sub-agent's; its request had no reward, and was set aside
     assert group_advantages(samples, scale=False) == [0.5, -0.5, 4.5]
 
 

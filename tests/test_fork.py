@@ -182,6 +182,8 @@ def test_the_rows_of_children_are_handed_on_with_those_of_their_parent() -> None
         ("7.2-0", 0.25),
     ]
     assert {(row.rollout_id, row.index, row.group_index) for row in rows} == {(7, 7, 2)}
+    at_rest = [Sample.from_dict(json.loads(json.dumps(row.to_dict()))) for row in rows]
+    assert [row.is_child for row in at_rest] == [False, True, True]
     assert all(row.is_sealed for row in rows)
 
 

@@ -35,7 +35,7 @@ def group_advantages(samples: Iterable[Sample], *, scale: bool = True) -> list[f
     rows = require(samples, log_probs=False)
     usable = {sample.rollout_id for sample in rows if not sample.remove_sample}
     groups: dict[int, dict[int, list[Sample]]] = defaultdict(lambda: defaultdict(list))
-    for sample in sorted(rows, key=_depth):
+    for sample in sorted(rows, key=lambda row: row.is_child):  # a request's own come first
         if sample.rollout_id in usable:
             groups[sample.group_index][sample.rollout_id].append(sample)
     baselines = {group: _baseline(list(rollouts.values())) for group, rollouts in groups.items()}
@@ -59,12 +59,12 @@ def baseline(rewards: list[float], others: Sequence[float] = ()) -> tuple[float,
 
 def _baseline(rollouts: list[list[Sample]]) -> tuple[float, float]:
     """Of a group. A rollout of which only sub-agents are here is compared, and in no mean."""
-    top = min(_depth(samples[0]) for samples in rollouts)
+    only_children = all(samples[0].is_child for samples in rollouts)
     rewards: list[float] = []
     others: list[float] = []
     for first, *more in rollouts:
         known = first.reward or 0.0
-        (rewards if _depth(first) == top else others).append(known)
+        (others if first.is_child and not only_children else rewards).append(known)
         own = [sample.reward or 0.0 for sample in more if not sample.remove_sample]
         others += [reward for reward in own if reward != known]
     return baseline(rewards, others)
@@ -75,11 +75,6 @@ def _moments(rewards: list[float]) -> tuple[float, float]:
         return rewards[0], 0.0
     mean = math.fsum(rewards) / len(rewards)
     return mean, math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-
-
-def _depth(sample: Sample) -> int:
-    """0 for a request's own samples, whose names are `7-0`; those of its sub-agents are `7.1-0`."""
-    return sample.sample_id.count(".")
 
 
 def rollout_mask_sums(samples: Iterable[Sample]) -> list[int]:
