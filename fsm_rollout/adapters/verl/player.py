@@ -108,6 +108,8 @@ class Player:
         for request in group.requests:
             for sample in {*request.samples, *request.rows}:  # other processes count from 0, too
                 sample.sample_id = f"{rollout.loop.run_id}-{sample.sample_id}"
+                if sample.continued_by:
+                    sample.continued_by = f"{rollout.loop.run_id}-{sample.continued_by}"
         return group.requests
 
     def _rollout(self, selection: tuple[str, ...], params: SamplingParams | None) -> Rollout:
