@@ -42,10 +42,8 @@ def fill_neutral(
     if scores is not None and is_stand_in.any():
         neutral = _filled(scores, is_stand_in, groups)
         for row in np.flatnonzero(is_stand_in).tolist():
-            at = int(
-                batch["rm_scores"][row].abs().argmax()
-            )  # where its reward stood, if it had one
-            batch["rm_scores"][row, at] = float(neutral[row])
+            # where its reward stood, if it had one
+            batch["rm_scores"][row, batch["rm_scores"][row].abs().argmax()] = float(neutral[row])
     return keys
 
 
