@@ -243,8 +243,13 @@ class Rollout:
     async def start(self) -> None:
         """Get the engine ready, once: an engine may have a `start` for it. `generate` and `run` do.
 
-        Raises what that raises: ConfigError when its log-probs are not those that trainers need.
+        Raises what that raises: ConfigError when its log-probs are not those that trainers need, or
+        when it was closed: every request would be aborted.
         """
+        if getattr(self.loop.engine, "is_closed", False):
+            raise ConfigError(
+                f"the {type(self.loop.engine).__name__} of this rollout was closed; make a new one"
+            )
         if self._is_started:
             return
         lock = self._starting = self._starting or asyncio.Lock()

@@ -135,7 +135,8 @@ class Engine(Protocol):
     `generate` continues the ids in `columns` by at most `max_new_tokens` tokens and returns a
     Generation, or raises EngineError; cancelling it frees the engine's work. `abort(request_id)`
     makes a running `generate` return what it has, with finish "abort"; unknown ids are ignored.
-    An engine that knows its model's end-of-turn ids may have them as `stop_token_ids`.
+    An engine that knows its model's end-of-turn ids may have them as `stop_token_ids`; one that can
+    say whether it was closed, as `is_closed`: then no run starts with it.
     """
 
     async def generate(

@@ -42,7 +42,7 @@ _OVERFLOW = re.compile(
     r"|max_tokens must be at least 1, got 0",  # vLLM clamped what we asked for to no room at all
     re.IGNORECASE,
 )
-_PASSING = frozenset({408, 429})
+_PASSING = frozenset({408, 425, 429})
 _EXCERPT = 300
 """characters of a server's message that an error shows"""
 _INTS = msgspec.json.Decoder(list[int])
