@@ -251,7 +251,9 @@ def _struct_of(
         return None
     nested: dict[str, type[msgspec.Struct]] = {"limits": Limits, "sampling": SamplingParams}
     if key == "engine":
-        kinds = {str(kind.__struct_config__.tag): kind for kind in get_args(EngineConfig)}
+        kinds: dict[str, type[msgspec.Struct]] = {
+            str(kind.__struct_config__.tag): kind for kind in get_args(EngineConfig)
+        }
         tag = value.get("type")
         if not isinstance(tag, str):
             return None

@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 
 from fsm_rollout import Limits, Rollout, SamplingParams
 from fsm_rollout.engines.http import HttpEngine
-from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.engines.scripted import Reply, ScriptedEngine
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
 from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError

@@ -112,6 +112,8 @@ class Codec:
         )
         if isinstance(parser, str):
             parser = get_parser(parser, generation_prompt=self.template.generation_prompt)
+        if isinstance(parser, type) or not callable(getattr(parser, "parse", None)):
+            raise ConfigError(f"parser is {parser!r}; give a name, or an object with `parse`")
         self.parser = parser
         self._watch = FormatWatch(parser.name, self.tools)
         # What the template adds to a prompt, tool schemas included.

@@ -37,6 +37,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """derived by the loop from (run seed, index, attempt, turn); None: unseeded"""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "top_k"):
+            value, kinds = getattr(self, name), int if name == "top_k" else int | float
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                kind = "whole number" if name == "top_k" else "number"
+                raise ConfigError(f"{name} must be a {kind}, got {value!r}")
+        stops = self.stop_token_ids
+        if not isinstance(stops, tuple) or not all(isinstance(i, int) and i >= 0 for i in stops):
+            raise ConfigError(f"stop_token_ids must be a tuple of ids, got {stops!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -131,7 +131,7 @@ def _number(session_id: str) -> int:
 
 def base_url(url: object) -> str:
     """`url` without its last slash. ConfigError when it is no server's base URL."""
-    if isinstance(url, str):
+    if isinstance(url, str) and not re.search(r"\s", url):
         with suppress(ValueError):  # no number for a port, half an IPv6 address
             parts = urlsplit(url)
             is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -18,7 +18,7 @@ from fsm_rollout.engines.http.endpoints import Endpoint, Endpoints
 from fsm_rollout.engines.http.transport import Answer, Fault, Transport
 from fsm_rollout.engines.http.wire import Wire
 from fsm_rollout.engines.settings import HttpSettings
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Servers:
         headers: Mapping[str, str],
         settings: HttpSettings,
     ) -> None:
+        if not isinstance(settings, HttpSettings):
+            raise ConfigError(f"settings must be HttpSettings(...), got {settings!r}")
         self.wire = wire
         self.salt = uuid4().hex[:8]  # begins the ids of tries: a server may have other clients
         self.endpoints = Endpoints(urls)
