@@ -336,3 +336,19 @@ def test_log_probs_that_are_not_those_of_the_sampling_stop_the_run_before_it_sta
         [request] = asyncio.run(main(kind, **params))
         assert request.status is Status.COMPLETED, request.error
         assert {turn.log_prob_kind for turn in request.sample.turns[::2]} == {"scaled"}
+
+
+@pytest.mark.parametrize("after_a_run", [False, True])
+def test_no_run_starts_with_a_closed_engine(after_a_run: bool) -> None:
+    async def main() -> None:
+        async with FakeEngine(SCRIPT, tokenizer=TOKENIZER) as fake:
+            engine = engine_for("sglang", fake.url)
+            rollout = rollout_for(engine)
+            if after_a_run:
+                await rollout.generate(["Say hi."])
+            await engine.close()
+            for start in (rollout.generate(["Say hi."]), rollout.run(rollout.request("Say hi."))):
+                with pytest.raises(ConfigError, match="SGLangEngine of this rollout was closed"):
+                    await start
+
+    asyncio.run(main())
