@@ -18,8 +18,9 @@ import msgspec
 from fsm_rollout.engines.base import Generation
 from fsm_rollout.engines.http.clock import Clock
 from fsm_rollout.engines.http.endpoints import Endpoint
+from fsm_rollout.engines.http.replies import BUSY
 from fsm_rollout.engines.http.servers import Servers
-from fsm_rollout.engines.http.transport import BUSY, Answer, Fault, FaultKind
+from fsm_rollout.engines.http.transport import Answer, Fault, FaultKind
 from fsm_rollout.engines.http.wire import Ask, Reply
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason

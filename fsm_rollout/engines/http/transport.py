@@ -26,9 +26,7 @@ from fsm_rollout.limits import StopReason
 
 FaultKind = Literal["connect", "disconnect", "timeout", "broken", "reply", "server", "busy"]
 """connect: nothing was sent. disconnect: no byte came back. timeout, broken (cut, or no HTTP),
-reply (no answer to what was asked): the server may be at work. server: 5xx. busy: BUSY."""
-BUSY = frozenset({408, 425, 429})
-"""statuses of a server that asks for patience; other 4xx are final"""
+reply (no answer to what was asked): the server may be at work. server: 5xx. busy: replies.BUSY."""
 
 _LARGE_BODY = 2**20
 """bytes above which aiohttp warns of a body that is not a file"""
