@@ -387,6 +387,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "temperature as text": (lambda: SamplingParams(temperature=cast(Any, "1")), "be a number"),
     "no temperature": (lambda: SamplingParams(temperature=cast(Any, None)), "be a number, got N"),
+    "nearly greedy": (lambda: SamplingParams(temperature=0.005), "below 0.01.*0 is greedy"),
     "half a top_k": (lambda: SamplingParams(top_k=cast(Any, 1.5)), "top_k must be a whole number"),
     "top_p yes": (lambda: SamplingParams(top_p=True), "top_p must be a number, got True"),
     "a stop id alone": (lambda: SamplingParams(stop_token_ids=cast(Any, 5)), "a tuple of ids"),

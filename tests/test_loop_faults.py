@@ -206,6 +206,19 @@ def test_a_generation_that_does_not_add_up_costs_one_attempt(answer: Generation)
     assert request.sample.response == "done<|im_end|>"
 
 
+JUNK = [None, 5, "x", ["a"], [None], [1.5], [[1]], {"a": None}, {"a": "x"}, {"a": float("nan")}]
+
+
+@pytest.mark.parametrize("value", JUNK, ids=str)
+@pytest.mark.parametrize(
+    "field", ["token_ids", "log_probs", "finish", "weight_versions", "counters"]
+)
+def test_nonsense_in_a_generation_costs_one_attempt_and_no_run(field: str, value: Any) -> None:
+    if (field, value) == ("weight_versions", None):
+        return  # it is not known
+    test_a_generation_that_does_not_add_up_costs_one_attempt(generation(**{field: value}))
+
+
 @pytest.mark.parametrize("answer", [None, {"token_ids": [1]}, ([1], [-1.0])], ids=str)
 def test_an_answer_that_is_no_generation_is_final_and_says_how_to_build_one(answer: Any) -> None:
     request = Request("hello")
@@ -348,8 +361,8 @@ def test_a_cancel_during_the_last_release_leaves_the_request_sealed() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [10**400, {"a": 1e308, "b": 1e308}, {"a": 1.0, "b": float("inf")}, [1.0]],
-    ids=["huge", "sum overflows", "part inf", "list"],
+    [10**400, 1e39, {"a": 3e38, "b": 3e38}, {"a": 1.0, "b": float("inf")}, [1.0]],
+    ids=["huge", "no float32", "sum overflows", "part inf", "list"],
 )
 def test_a_reward_without_a_finite_value_is_an_error_of_that_request(value: Any) -> None:
     request, _ = play(["done"], reward=lambda _: value)

@@ -21,6 +21,8 @@ from fsm_rollout.replay import RoutedExperts, TopP, WeightVersion
 
 Finish = Literal["stop", "length", "abort", "repetition"]
 LogProbKind = Literal["scaled", "raw", "processed"]
+_COLDEST = 0.01
+"""vLLM raises what is lower to this, SGLang takes 1e-6 and less for greedy"""
 _FINISHES = frozenset(get_args(Finish))
 
 
@@ -47,6 +49,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ConfigError(f"stop_token_ids must be a tuple of ids, got {stops!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
+        if 0 < self.temperature < _COLDEST:
+            raise ConfigError(
+                f"temperature {self.temperature} is below {_COLDEST}: servers sample with another "
+                "one and don't say so; 0 is greedy"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
