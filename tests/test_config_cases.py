@@ -21,6 +21,7 @@ from fsm_rollout.codec import Codec
 from fsm_rollout.config import load_config
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.scripted import ScriptedEngine
+from fsm_rollout.engines.sglang import SGLangEngine
 from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.limits import Limits, Status
 from fsm_rollout.metrics import metrics_of
@@ -377,6 +378,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a parser's class": (lambda: rollout(parser=Hermes), "give a name, or an object"),
     "a parser beside a codec": (lambda: with_codec(parser="hermse"), "give them to Codec"),
     "a template beside a codec": (lambda: with_codec(chat_template="x"), "give them to Codec"),
+    "a template that is no text": (lambda: rollout(chat_template=5), "chat_template is 5; give"),
+    "a stop string alone": (lambda: SGLangEngine("http://a", stop="END"), "stop must be a list of"),
+    "a codec's stop word": (
+        lambda: Codec(TOKENIZER, stop_token_ids=cast(Any, ["a"])),
+        "be ids, go",
+    ),
     "an engine's class": (lambda: rollout(engine=ScriptedEngine), "ScriptedEngine is a class"),
     "half a request": (lambda: rollout(max_concurrent=1.5), "max_concurrent must be a whole num"),
     "a count as text": (lambda: rollout(max_concurrent="8"), "must be a whole number >= 1, got '8"),

@@ -13,15 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from fsm_rollout.codec import Codec
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams
-from fsm_rollout.engines.scripted import Reply, ScriptedEngine
+from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
 from fsm_rollout.errors import EngineError, IllegalEvent
 from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.parsers import Parsed
+from fsm_rollout.parsers.hermes import Hermes
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.base import Tool
+from fsm_rollout.tools.registry import Toolset
+from fsm_rollout.turn import ToolCall
 from tests.playing import (
     CALL,
     TOKENIZER,
@@ -296,6 +301,35 @@ def test_a_codec_that_fails_aborts_that_request_alone(
     assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.INVARIANT)
     assert (request.attempt, request.is_sealed) == (1, True)
     assert "a bug" in request.error
+
+
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        None,
+        Parsed("", "", (ToolCall(None, {}),), ((0, 1),)),  # type: ignore[arg-type]
+        Parsed("", "", (ToolCall("echo", None),), ((0, 1),)),  # type: ignore[arg-type]
+        Parsed("", "", (ToolCall("echo", {}),), ()),
+        Parsed("", "", (None,), ((0, 1),)),  # type: ignore[arg-type]
+    ],
+    ids=["nothing", "no name", "no arguments", "no span", "no call"],
+)
+def test_a_parser_that_returns_nonsense_aborts_that_request_alone(parsed: Any) -> None:
+    class Odd(Hermes):
+        def parse(self, text: str, **kwargs: Any) -> Parsed:
+            found = super().parse(text, **kwargs)
+            return parsed if "odd" in text else found
+
+    codec = Codec(TOKENIZER, tools=Toolset([Echo]).schemas, parser=Odd())
+
+    def say(asked: Asked) -> str:
+        return "odd" if "odd" in TOKENIZER.decode(asked.ids) else "done"
+
+    rollout = Rollout(ScriptedEngine(say, tokenizer=TOKENIZER), codec=codec, tools=[Echo])
+    groups = asyncio.run(rollout.generate(["be odd", "be good"]))
+    (odd, good) = (group.requests[0] for group in groups)
+    assert (odd.stop_reason, odd.attempt) == (StopReason.INVARIANT, 1)
+    assert good.status is Status.COMPLETED
 
 
 def test_a_retry_from_outside_while_a_tool_runs_releases_the_tools_of_both_attempts() -> None:

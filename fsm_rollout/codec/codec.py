@@ -237,6 +237,9 @@ class Codec:
         if finish == "stop":
             self._watch.look(text, parsed.calls)
         calls: list[ToolCall] = []
+        for call in parsed.calls:
+            if not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+                raise TypeError(f"parser {self.parser.name!r}: {call!r} needs a str and a dict")
         if parsed.calls:
             spans = read.token_spans(ids, text, parsed.spans)
             calls += [

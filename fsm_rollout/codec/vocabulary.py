@@ -11,7 +11,7 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from fsm_rollout.arrays import Ints, int32
 from fsm_rollout.codec.detokenizer import Detokenizer
@@ -101,6 +101,8 @@ class Vocabulary:
         self, given: int | Iterable[int] | None, eos: int | None
     ) -> frozenset[int]:
         stops = frozenset([given] if isinstance(given, int) else given or ())
+        if not all(isinstance(i, SupportsIndex) for i in stops):
+            raise ConfigError(f"stop_token_ids must be ids, got {given!r}")
         if eos is not None:
             stops |= {eos}
         if not stops:
