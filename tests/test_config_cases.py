@@ -344,6 +344,12 @@ def test_cfg_012_a_warning_comes_when_another_parser_reads_it(
     assert len(warnings(caplog)) == told
 
 
+def test_cfg_012_calls_of_aborted_requests_count() -> None:
+    [group] = played([BAD, GOOD, "x"], reward=lambda _: float("nan"))
+    assert group.requests[0].status is Status.ABORTED
+    assert metrics_of([group])["rollout/malformed_call_rate"] == 0.5
+
+
 def test_cfg_012_without_another_parser_it_is_said_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
