@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import inf
 
 import msgspec
 import numpy as np
 
+from fsm_rollout.arrays import int32
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.tools.supervisor import Flight
 from fsm_rollout.turn import FINISHES, Media
 
 logger = logging.getLogger(__name__)
+
+_NUMBERS = (int, float, np.integer, np.floating)
 
 
 async def ask(
@@ -79,12 +83,18 @@ def _fitting(
             "build it with fsm_rollout.engines.base.checked",
             final=True,
         )
-    if reply.finish not in FINISHES:
+    if not isinstance(reply.finish, str) or reply.finish not in FINISHES:
         raise _bad(f"the engine returned the unknown finish reason {reply.finish!r}")
-    count = len(reply.token_ids)
+    if not _are_numbers(reply.counters):
+        raise _bad(f"the engine's counters must be finite numbers by name, got {reply.counters!r}")
+    try:
+        ids = int32(reply.token_ids)
+    except InvariantError as error:
+        raise _bad(f"the engine returned no token ids: {error.message}") from error
+    count = len(ids)
     if count > max_new_tokens:
         raise _bad(f"the engine returned {count} tokens, asked for at most {max_new_tokens}")
-    if count and (largest := np.maximum.reduce(reply.token_ids)) >= vocab_size:
+    if count and (largest := np.maximum.reduce(ids)) >= vocab_size:
         raise _bad(
             f"the engine returned token id {largest}; the tokenizer has {vocab_size} "
             "ids, the rest of the model's embedding is padding"
@@ -100,6 +110,12 @@ def _fitting(
             )
         return msgspec.structs.replace(reply, log_prob_kind="scaled")  # here they are the same
     return reply
+
+
+def _are_numbers(counters: object) -> bool:
+    return isinstance(counters, Mapping) and all(
+        isinstance(n, _NUMBERS) and -inf < n < inf for n in counters.values()
+    )
 
 
 def _engine_error(error: BaseException, request_id: str) -> EngineError:

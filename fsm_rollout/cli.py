@@ -27,6 +27,7 @@ from fsm_rollout.config import (
 from fsm_rollout.dataset import PromptRow, checked_rows, read_rows, sample_line, samples_file
 from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.limits import Status
+from fsm_rollout.parsers import get_parser
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardFunction, RewardPart, Rewards
 from fsm_rollout.sample import Sample
@@ -114,7 +115,8 @@ async def _rollout(settings: RunConfig, rows: list[PromptRow], listener: Listene
     from fsm_rollout.trace import Progress
 
     tools = Toolset(settings.tools)
-    checked_rows(rows, tools)  # before a model is loaded
+    checked_rows(rows, tools)  # before a model is loaded, as what follows
+    get_parser(settings.parser)
     reward = Rewards.of(_reward(settings), tools)
     agent = None if settings.agent is None else imported(settings.agent, what="agent")
     engine, tokenizer = _engine(settings)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from fsm_rollout.dataset import read_file
-from fsm_rollout.engines.base import SamplingParams
+from fsm_rollout.engines.base import LogProbKind, SamplingParams
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
 
@@ -44,28 +45,32 @@ class ScriptedConfig(
     replies: list[str]
 
 
-class SGLangConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sglang"
-):
-    """SGLang servers, or a router in front of them."""
+class HttpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all servers have in common."""
 
     urls: Urls
     """`http://host:port` of each"""
     stream: bool = False
     """tokens come as they are sampled"""
+    log_prob_kind: LogProbKind | None = None
+    """what they report; None: they are probed where it makes a difference"""
+    headers: dict[str, str] = {}
+    """sent with every request, an API key for instance"""
+    settings: HttpSettings = HttpSettings()
+    """deadlines and bounds"""
 
 
-class VLLMConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="vllm"):
+class SGLangConfig(HttpConfig, frozen=True, kw_only=True, tag="sglang"):
+    """SGLang servers, or a router in front of them."""
+
+
+class VLLMConfig(HttpConfig, frozen=True, kw_only=True, tag="vllm"):
     """vLLM servers."""
 
-    urls: Urls
-    """`http://host:port` of each"""
     route: Literal["generate", "completions"] = "generate"
     """`/inference/v1/generate` (needs --enable-scale-out), or `/v1/completions`"""
     model: str | None = None
     """the name it is served under, a LoRA's for instance; None: the server's only one"""
-    stream: bool = False
-    """tokens come as they are sampled"""
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -201,15 +206,17 @@ def imported(dotted: str, *, what: str) -> Any:
 
 
 def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> None:
-    """Raise ConfigError for a key that is no field of `struct`; `path` stands before its name."""
+    """Raise ConfigError for a key that is no field of `struct`, or a word that is none of its
+    choices; `path` stands before its name."""
     allowed = set(struct.__struct_fields__)
     if struct in get_args(EngineConfig):
         allowed.add("type")
+    choices = _choices(struct)
     for key, value in values.items():
         if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(allowed))}"
-            raise ConfigError(f"unknown key {path + str(key)!r}; {hint}")
+            raise ConfigError(f"unknown key {path + str(key)!r}; {_hint(str(key), allowed)}")
+        if key in choices and isinstance(value, str) and value not in choices[key]:
+            raise ConfigError(f"{path}{key} is {value!r}; {_hint(value, choices[key])}")
         if not isinstance(value, Mapping):
             continue
         if struct is RunConfig and key == "reward":  # its keys are names
@@ -220,13 +227,37 @@ def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: st
             check_keys(value, inner, f"{path}{key}.")
 
 
+def _hint(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+
+
+def _choices(struct: type[msgspec.Struct]) -> dict[str, set[str]]:
+    """The fields that hold one of some words."""
+    found = {}
+    for name, hint in get_type_hints(struct).items():
+        literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
+        if literals:
+            found[name] = {str(word) for one in literals for word in get_args(one)}
+    return found
+
+
 def _struct_of(
     struct: type[msgspec.Struct], key: str, value: Mapping[str, Any]
 ) -> type[msgspec.Struct] | None:
+    if issubclass(struct, HttpConfig):
+        return HttpSettings if key == "settings" else None
     if struct is not RunConfig:
         return None
     nested: dict[str, type[msgspec.Struct]] = {"limits": Limits, "sampling": SamplingParams}
     if key == "engine":
-        kinds = get_args(EngineConfig)
-        return next((k for k in kinds if k.__struct_config__.tag == value.get("type")), None)
+        kinds: dict[str, type[msgspec.Struct]] = {
+            str(kind.__struct_config__.tag): kind for kind in get_args(EngineConfig)
+        }
+        tag = value.get("type")
+        if not isinstance(tag, str):
+            return None
+        if tag not in kinds:
+            raise ConfigError(f"engine.type is {tag!r}; {_hint(tag, kinds)}")
+        return kinds[tag]
     return nested.get(key)

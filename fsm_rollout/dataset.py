@@ -91,7 +91,7 @@ def _row(given: Any) -> PromptRow:
         given = {n: present(v, depth=2) if n == "tools_kwargs" else v for n, v in held.items()}
     try:
         return msgspec.convert(given, PromptRow)
-    except msgspec.ValidationError as error:
+    except ValueError as error:  # msgspec's own, or half a character where it wants no text
         raise ConfigError(f"{error}; a row is {_FIELDS}") from error
 
 

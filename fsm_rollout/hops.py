@@ -23,7 +23,7 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.errors import ConfigError, EngineError, InvariantError
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states.guards import has_room, needs_observation
@@ -64,6 +64,10 @@ class Hops:
 
     def __post_init__(self) -> None:
         stop = self.codec.stop_ids.union(self.params.stop_token_ids)
+        if wrong := sorted(i for i in stop if i >= self.codec.vocab_size):
+            raise ConfigError(
+                f"stop_token_ids {wrong} lie outside the vocabulary [0, {self.codec.vocab_size})"
+            )
         self.params = msgspec.structs.replace(self.params, stop_token_ids=tuple(sorted(stop)))
 
     async def start(self, request: Request) -> None:

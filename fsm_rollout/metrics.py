@@ -98,10 +98,12 @@ def _outcomes(requests: list[Request], usable: list[Request]) -> dict[str, float
 def _sizes(requests: list[Request], usable: list[Request], rows: list[Sample]) -> dict[str, float]:
     kept = {id(row) for row in rows}
     lost = [s for r in requests for one in _family(r) for s in one.samples if id(s) not in kept]
+    malformed = [c.error is not None for s in (*rows, *lost) for t in s.turns for c in t.calls]
     return {
         **_stats("rollout/turns", [r.num_turns for r in usable]),
         **_stats("rollout/tool_calls", [r.num_tool_calls for r in usable]),
         "rollout/invalid_calls": sum(r.num_invalid_calls for r in requests),
+        **_some("rollout/malformed_call_rate", float(np.mean(malformed)) if malformed else None),
         "rollout/rows": len(rows),
         "rollout/removed_rows": sum(row.remove_sample for row in rows),
         "rollout/tokens/prompt": sum(row.prompt_length for row in rows),

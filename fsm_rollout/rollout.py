@@ -38,9 +38,10 @@ class Rollout:
     """Plays requests against one engine, one codec and one set of tools.
 
     `tokenizer` with a chat template, or a ready `codec`. `parser` names the wire format of tool
-    calls. `reward` scores a finished request: a function of it, or `rewards.Rewards` of several
-    (default: the sum of what its tools say). `agent` is a loop of yours, `async def agent(ctx)`:
-    see `fsm_rollout.agent`. `listeners` and `guards` are the machine's.
+    calls (default: hermes). `reward` scores a finished request: a function of it, or
+    `rewards.Rewards` of several (default: the sum of what its tools say). `agent` is a loop of
+    yours, `async def agent(ctx)`: see `fsm_rollout.agent`. `listeners` and `guards` are the
+    machine's.
     Raises ConfigError (TemplateError) at once when a part does not fit: nothing starts half-way.
     """
 
@@ -51,7 +52,7 @@ class Rollout:
         *,
         codec: Codec | None = None,
         tools: Toolset | Sequence[ToolSpec] = (),
-        parser: str = "hermes",
+        parser: str | None = None,
         chat_template: str | None = None,
         limits: Limits | None = None,
         params: SamplingParams | None = None,
@@ -63,23 +64,26 @@ class Rollout:
         listeners: Iterable[Listener] = (),
         guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
+        if isinstance(engine, type):
+            raise ConfigError(f"{engine.__name__} is a class; give the engine that it makes")
         for method in ("generate", "abort", "close"):
             if not callable(getattr(engine, method, None)):
                 raise ConfigError(
                     f"{type(engine).__name__} is no engine: it has no method {method!r}; "
                     "see fsm_rollout.engines.base.Engine"
                 )
-        if max_concurrent < 1:
-            raise ConfigError(f"max_concurrent must be >= 1, got {max_concurrent}")
+        _check_count("max_concurrent", max_concurrent)
         _check_types(limits, params)
         self.tools = tools if isinstance(tools, Toolset) else Toolset(tools)
         if codec is not None and tokenizer is None:
+            if parser is not None or chat_template is not None:
+                raise ConfigError("parser and chat_template are the codec's: give them to Codec")
             self.codec = codec
         elif tokenizer is not None and codec is None:
             self.codec = Codec(
                 tokenizer,
                 tools=self.tools.schemas,
-                parser=parser,
+                parser="hermes" if parser is None else parser,
                 chat_template=chat_template,
                 stop_token_ids=getattr(engine, "stop_token_ids", None),
             )
@@ -115,8 +119,9 @@ class Rollout:
         """
         if isinstance(rows, str | Mapping):
             raise ConfigError("generate takes a list of rows: put the one row into a list")
-        if num_samples < 1:
-            raise ConfigError(f"num_samples must be >= 1, got {num_samples}")
+        if not isinstance(rows, Iterable):
+            raise ConfigError(f"generate takes a list of rows, got {rows!r}")
+        _check_count("num_samples", num_samples)
         checked = checked_rows(rows, self.tools)
         await self.start()
         groups = [self._group(row, num_samples) for row in checked]
@@ -243,8 +248,13 @@ class Rollout:
     async def start(self) -> None:
         """Get the engine ready, once: an engine may have a `start` for it. `generate` and `run` do.
 
-        Raises what that raises: ConfigError when its log-probs are not those that trainers need.
+        Raises what that raises: ConfigError when its log-probs are not those that trainers need, or
+        when it was closed: every request would be aborted.
         """
+        if getattr(self.loop.engine, "is_closed", False):
+            raise ConfigError(
+                f"the {type(self.loop.engine).__name__} of this rollout was closed; make a new one"
+            )
         if self._is_started:
             return
         lock = self._starting = self._starting or asyncio.Lock()
@@ -261,6 +271,11 @@ class Rollout:
                 self._is_started = True
         finally:
             self._starting = None  # it belongs to this event loop; the next try may be in another
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def _check_types(limits: object, params: object) -> None:

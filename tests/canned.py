@@ -12,7 +12,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from fsm_rollout.codec import Codec, ParsedTurn
-from fsm_rollout.engines.http.servers import HttpSettings
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request

@@ -263,6 +263,20 @@ def test_bat_007_a_mean_over_nothing_is_zero(shape: Any, dtype: Any) -> None:
     assert not gradient.any()
 
 
+@pytest.mark.parametrize(
+    ("mask", "mean"),
+    [([1, 1, 0], 2.0), ([[1], [0]], 1.0), ([[0], [1]], 4.0), (1, 2.5), ([1, -100, -100], 1.5)],
+    ids=str,
+)
+def test_bat_007_a_mask_may_be_broadcast_and_only_its_ones_count(mask: Any, mean: float) -> None:
+    """-100 is how labels say that a token is not trained."""
+    values = torch.arange(6.0).reshape(2, 3)
+    assert masked_mean(values, torch.tensor(mask)).item() == mean
+    ratios = importance_ratios(values, torch.zeros(2, 3), torch.tensor(mask))
+    used = (torch.tensor(mask) == 1).expand(2, 3)
+    assert ratios.equal(torch.where(used, values.exp(), 1.0))
+
+
 @pytest.mark.parametrize("off", [0.0, -3.0, 88.0, -math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bat_012_a_masked_tokens_ratio_is_one_whatever_it_is(off: float, dtype: Any) -> None:

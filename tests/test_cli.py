@@ -18,6 +18,7 @@ import yaml
 
 from fsm_rollout import cli
 from fsm_rollout.config import ScriptedConfig, load_config
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from tests.tiny_llama import tiny_llama
 
@@ -177,13 +178,46 @@ def test_a_reward_may_be_made_of_parts(
     assert [row["reward"] for row in rows] == [1.5] * 6
 
 
+SGLANG = {"type": "sglang", "urls": ["http://a"]}
+VLLM = {"type": "vllm", "urls": ["http://a"]}
+
+
+def test_a_config_says_all_of_an_engine_over_http(folder: Path) -> None:
+    given = {
+        **VLLM,
+        "headers": {"Authorization": "Bearer k"},
+        "log_prob_kind": "processed",
+        "settings": {"timeout_s": 5},
+    }
+    engine, _ = cli._engine(load_config(Path(config(folder, engine=given))))
+    assert (engine.log_prob_kind, engine.settings) == ("processed", HttpSettings(timeout_s=5.0))
+    assert engine._servers.transport._headers == {"Authorization": "Bearer k"}
+    assert not {"aiohttp", "torch"} & loaded_by("import fsm_rollout.config")
+
+
+def loaded_by(statement: str) -> set[str]:
+    said = f"{statement}; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", said], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"num_sample": 3}, "unknown key 'num_sample'; did you mean 'num_samples'?"),
         ({"limits": {"max_contxt": 3}}, "unknown key 'limits.max_contxt'; did you mean"),
         ({"engine": {"type": "scripted", "reply": []}}, "'engine.reply'; did you mean 'replies'?"),
-        ({"engine": {"type": "sglangg"}}, "sglangg"),
+        ({"engine": {"type": "sglangg"}}, "engine.type is 'sglangg'; did you mean 'sglang'?"),
+        ({"engine": {**SGLANG, "settings": {"timeout": 5}}}, "did you mean 'timeout_s'?"),
+        ({"engine": {**VLLM, "settings": {"max_trys": 5}}}, "did you mean 'max_tries'?"),
+        ({"engine": {**VLLM, "settings": {"max_tries": 0}}}, "HttpSettings.max_tries"),
+        ({"engine": {**SGLANG, "settings": 5}}, "engine.settings"),
+        ({"engine": {**SGLANG, "header": {}}}, "'engine.header'; did you mean 'headers'?"),
+        ({"engine": {**SGLANG, "headers": {"a": 5}}}, "engine.headers"),
+        ({"engine": {**SGLANG, "headers": {"a b": "c"}}}, "header 'a b': no name of a header"),
+        ({"engine": {**VLLM, "log_prob_kind": "scale"}}, "engine.log_prob_kind is 'scale'; did"),
+        ({"engine": {**VLLM, "route": "chat"}}, "route is 'chat'; known: completions, generate"),
+        ({"engine": {**VLLM, "urls": ["http://a/v1"]}}, "leave out '/v1'"),
         ({"sampling": {"top_p": 0}}, "top_p must be in (0, 1], got 0"),
         ({"limits": {"max_turns": "many"}}, "limits.max_turns"),
         ({"limits": {"max_prompt": 9000}}, "max_prompt (9000) > max_context (4096)"),
@@ -200,6 +234,7 @@ def test_a_reward_may_be_made_of_parts(
         ({"reward": {"a": "my_rewards:exakt"}}, "exakt"),
         ({"reward": {"a": {"function": "my_rewards:exact", "batch": 0}}}, "batch must be >= 1"),
         ({"parser": "herms"}, "did you mean"),
+        ({"parser": "herms", "engine": {"type": "transformers", "model": "no"}}, "did you mean"),
         ({"rows": "nowhere.jsonl"}, "no such file"),
         ({"rows": "a\0b"}, "null byte"),
         ({"engine": {"type": [1], "replies": []}}, "engine.type"),

@@ -194,8 +194,8 @@ def test_what_was_not_tried_yet_comes_first(which: list[int], session: str) -> N
 
 
 def test_base_urls_lose_their_last_slash() -> None:
-    endpoints = Endpoints(["http://a:1/", "https://b/prefix/", "http://[::1]:8000"])
-    assert [e.url for e in endpoints] == ["http://a:1", "https://b/prefix", "http://[::1]:8000"]
+    endpoints = Endpoints(["http://a:1/", "https://b/v10/", "http://[::1]:8000"])
+    assert [e.url for e in endpoints] == ["http://a:1", "https://b/v10", "http://[::1]:8000"]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,9 @@ def test_base_urls_lose_their_last_slash() -> None:
         "http://[::1",
         "http://a/?x=1",
         "http://a/#x",
+        " http://a",
+        "http://a\n",
+        "http://a b",
         ["http://a", "http://a/"],
     ],
     ids=repr,
@@ -220,3 +223,14 @@ def test_base_urls_lose_their_last_slash() -> None:
 def test_urls_that_are_no_servers_are_refused(urls: str | list[str]) -> None:
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:30000|twice"):
         Endpoints(urls)
+
+
+@pytest.mark.parametrize(
+    "route",
+    ["/v1", "/v1/", "/v1/completions", "/generate", "/inference/v1/generate", "/api/v1/chat"],
+)
+def test_a_route_is_no_base_url(route: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"'http://a{route}' is a route of a server; leave out '/"
+    ):
+        Endpoints(f"http://a{route}")

@@ -102,6 +102,7 @@ DECLINED: dict[str, Step] = {
     "500": answer({"error": "boom"}, status=500),
     "503": answer(b"", status=503),
     "408": answer(b"", status=408),
+    "425": answer(b"", status=425),
     "429": answer(b"", status=429, more="Retry-After: 20\r\n"),
 }
 
@@ -590,3 +591,18 @@ def test_behind_a_router_aborts_go_to_its_workers() -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         HttpSettings(**wrong)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"a b": "c"}, {"": "c"}, {"a": "b\nc"}, {"a": 5}, {"a": None}, [("a", "b")], "a: b"],
+    ids=repr,
+)
+def test_headers_that_cannot_be_sent_are_refused(headers: Any) -> None:
+    with pytest.raises(ConfigError, match="header"):
+        engine_for("http://a", headers=headers)
+
+
+def test_settings_are_no_plain_dict() -> None:
+    with pytest.raises(ConfigError, match="settings must be HttpSettings"):
+        engine_for("http://a", settings={"timeout_s": 5})  # type: ignore[arg-type]

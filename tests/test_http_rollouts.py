@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 
 from fsm_rollout import Limits, Rollout, SamplingParams
 from fsm_rollout.engines.http import HttpEngine
-from fsm_rollout.engines.http.servers import HttpSettings
 from fsm_rollout.engines.scripted import Reply, ScriptedEngine
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
 from fsm_rollout.engines.vllm import VLLMEngine
 from fsm_rollout.errors import ConfigError
@@ -336,3 +336,19 @@ def test_log_probs_that_are_not_those_of_the_sampling_stop_the_run_before_it_sta
         [request] = asyncio.run(main(kind, **params))
         assert request.status is Status.COMPLETED, request.error
         assert {turn.log_prob_kind for turn in request.sample.turns[::2]} == {"scaled"}
+
+
+@pytest.mark.parametrize("after_a_run", [False, True])
+def test_no_run_starts_with_a_closed_engine(after_a_run: bool) -> None:
+    async def main() -> None:
+        async with FakeEngine(SCRIPT, tokenizer=TOKENIZER) as fake:
+            engine = engine_for("sglang", fake.url)
+            rollout = rollout_for(engine)
+            if after_a_run:
+                await rollout.generate(["Say hi."])
+            await engine.close()
+            for start in (rollout.generate(["Say hi."]), rollout.run(rollout.request("Say hi."))):
+                with pytest.raises(ConfigError, match="SGLangEngine of this rollout was closed"):
+                    await start
+
+    asyncio.run(main())

@@ -13,15 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from fsm_rollout.codec import Codec
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, SamplingParams
-from fsm_rollout.engines.scripted import Reply, ScriptedEngine
+from fsm_rollout.engines.scripted import Asked, Reply, ScriptedEngine
 from fsm_rollout.errors import EngineError, IllegalEvent
 from fsm_rollout.limits import Limits, Status, StopReason
+from fsm_rollout.parsers import Parsed
+from fsm_rollout.parsers.hermes import Hermes
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.table import Event
 from fsm_rollout.tools.base import Tool
+from fsm_rollout.tools.registry import Toolset
+from fsm_rollout.turn import ToolCall
 from tests.playing import (
     CALL,
     TOKENIZER,
@@ -206,6 +211,19 @@ def test_a_generation_that_does_not_add_up_costs_one_attempt(answer: Generation)
     assert request.sample.response == "done<|im_end|>"
 
 
+JUNK = [None, 5, "x", ["a"], [None], [1.5], [[1]], {"a": None}, {"a": "x"}, {"a": float("nan")}]
+
+
+@pytest.mark.parametrize("value", JUNK, ids=str)
+@pytest.mark.parametrize(
+    "field", ["token_ids", "log_probs", "finish", "weight_versions", "counters"]
+)
+def test_nonsense_in_a_generation_costs_one_attempt_and_no_run(field: str, value: Any) -> None:
+    if (field, value) == ("weight_versions", None):
+        return  # it is not known
+    test_a_generation_that_does_not_add_up_costs_one_attempt(generation(**{field: value}))
+
+
 @pytest.mark.parametrize("answer", [None, {"token_ids": [1]}, ([1], [-1.0])], ids=str)
 def test_an_answer_that_is_no_generation_is_final_and_says_how_to_build_one(answer: Any) -> None:
     request = Request("hello")
@@ -285,6 +303,35 @@ def test_a_codec_that_fails_aborts_that_request_alone(
     assert "a bug" in request.error
 
 
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        None,
+        Parsed("", "", (ToolCall(None, {}),), ((0, 1),)),  # type: ignore[arg-type]
+        Parsed("", "", (ToolCall("echo", None),), ((0, 1),)),  # type: ignore[arg-type]
+        Parsed("", "", (ToolCall("echo", {}),), ()),
+        Parsed("", "", (None,), ((0, 1),)),  # type: ignore[arg-type]
+    ],
+    ids=["nothing", "no name", "no arguments", "no span", "no call"],
+)
+def test_a_parser_that_returns_nonsense_aborts_that_request_alone(parsed: Any) -> None:
+    class Odd(Hermes):
+        def parse(self, text: str, **kwargs: Any) -> Parsed:
+            found = super().parse(text, **kwargs)
+            return parsed if "odd" in text else found
+
+    codec = Codec(TOKENIZER, tools=Toolset([Echo]).schemas, parser=Odd())
+
+    def say(asked: Asked) -> str:
+        return "odd" if "odd" in TOKENIZER.decode(asked.ids) else "done"
+
+    rollout = Rollout(ScriptedEngine(say, tokenizer=TOKENIZER), codec=codec, tools=[Echo])
+    groups = asyncio.run(rollout.generate(["be odd", "be good"]))
+    (odd, good) = (group.requests[0] for group in groups)
+    assert (odd.stop_reason, odd.attempt) == (StopReason.INVARIANT, 1)
+    assert good.status is Status.COMPLETED
+
+
 def test_a_retry_from_outside_while_a_tool_runs_releases_the_tools_of_both_attempts() -> None:
     lived: list[str] = []
 
@@ -348,8 +395,8 @@ def test_a_cancel_during_the_last_release_leaves_the_request_sealed() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [10**400, {"a": 1e308, "b": 1e308}, {"a": 1.0, "b": float("inf")}, [1.0]],
-    ids=["huge", "sum overflows", "part inf", "list"],
+    [10**400, 1e39, {"a": 3e38, "b": 3e38}, {"a": 1.0, "b": float("inf")}, [1.0]],
+    ids=["huge", "no float32", "sum overflows", "part inf", "list"],
 )
 def test_a_reward_without_a_finite_value_is_an_error_of_that_request(value: Any) -> None:
     request, _ = play(["done"], reward=lambda _: value)

@@ -9,6 +9,7 @@ import pytest
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.parsers import Parsed, detect, get_parser
 from fsm_rollout.parsers.hermes import Hermes
+from tests.plug_ins import install_qwen3_coder
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
@@ -34,45 +35,14 @@ def test_a_far_off_name_lists_what_is_known() -> None:
         get_parser("xyz")
 
 
-PLUG_IN = """
-from fsm_rollout.parsers import Parsed
-from fsm_rollout.turn import ToolCall
-
-class Xml:
-    name = "qwen3_coder"
-
-    def __init__(self, *, generation_prompt):
-        pass
-
-    def parse(self, text, *, finish, tools=()):
-        if "<function=" not in text:
-            return Parsed(reasoning="", content=text)
-        name = text.split("<function=")[1].split(">")[0]
-        return Parsed("", "", (ToolCall(name=name),), ((0, len(text)),))
-"""
-
-
 @pytest.fixture
 def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution with three entry points: good, broken, and named as ours is."""
-    (tmp_path / "plug_in_of_a_test.py").write_text(PLUG_IN)
-    about = tmp_path / "plug_in_of_a_test-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: plug-in-of-a-test\nVersion: 1.0\n"
-    )
-    (about / "entry_points.txt").write_text(
-        "[fsm_rollout.parsers]\n"
-        "qwen3_coder = plug_in_of_a_test:Xml\n"
-        "hermes = plug_in_of_a_test:Xml\n"
-        "broken = plug_in_of_a_test:Missing\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
+    install_qwen3_coder(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("plug_in")
 def test_a_package_adds_a_parser_by_an_entry_point() -> None:
-    parsed = get_parser("qwen3_coder").parse("<function=bash>", finish="stop")
+    parsed = get_parser("qwen3_coder").parse("<function=bash></function>", finish="stop")
     assert outcomes(parsed) == [("bash", None)]
     with pytest.raises(ConfigError, match="did you mean 'qwen3_coder'"):
         get_parser("qwen3coder")

@@ -30,7 +30,9 @@ from transformers import (
 from fsm_rollout.engines.base import Generation, SamplingParams
 from fsm_rollout.engines.transformers import TransformersEngine
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.rollout import Rollout
 from fsm_rollout.testing.smollm2 import smollm2_dir
+from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from tests.tiny_llama import (
     CONTEXT,
     END_OF_TURN,
@@ -396,3 +398,14 @@ def test_a_real_model_batched_over_turns_agrees_with_its_plain_forward_pass() ->
         expected = plain_log_probs(history, sampled(reply), temperature=0.7, model=model)
         assert reply.log_probs.tolist() == pytest.approx(expected, abs=1e-3)
         assert reply.finish == "length" or reply.matched == tokenizer.eos_token_id
+
+
+def test_no_run_starts_with_a_closed_engine() -> None:
+    async def main() -> None:
+        engine = TransformersEngine(tiny_llama())
+        rollout = Rollout(engine, tiny_tokenizer())
+        await engine.close()
+        with pytest.raises(ConfigError, match="TransformersEngine of this rollout was closed"):
+            await rollout.generate(["x"])
+
+    asyncio.run(main())

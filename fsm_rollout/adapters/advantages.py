@@ -90,11 +90,11 @@ def rollout_mask_sums(samples: Iterable[Sample]) -> list[int]:
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The mean of `values` where `mask` is 1, of any shape; 0.0 when it is nowhere.
+    """The mean of `values` where `mask`, which may be broadcast, is 1; 0.0 when it is nowhere.
 
     What stands elsewhere has no part in it, nor a gradient, even when it is NaN.
     """
-    used = mask.bool()
+    used = (mask == 1).expand_as(values)
     return values.masked_fill(~used, 0.0).sum() / used.sum().clamp(min=1)
 
 
@@ -102,4 +102,4 @@ def importance_ratios(
     log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor
 ) -> torch.Tensor:
     """exp(log_probs - rollout_log_probs) where `mask` is 1, and exactly 1.0 elsewhere."""
-    return (log_probs - rollout_log_probs).masked_fill(~mask.bool(), 0.0).exp()
+    return (log_probs - rollout_log_probs).masked_fill(mask != 1, 0.0).exp()

@@ -27,6 +27,7 @@ from fsm_rollout.codec.template import ChatTemplate, tool_call
 from fsm_rollout.codec.vocabulary import LONG, Side, Vocabulary
 from fsm_rollout.errors import ConfigError, TemplateError
 from fsm_rollout.parsers import Parser, detect, get_parser
+from fsm_rollout.parsers.watch import FormatWatch
 from fsm_rollout.turn import ToolCall
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Codec:
 
     `tools` are schemas in OpenAI's form. `parser` is a wire format's name, or a parser.
     `chat_template` is the text of a template or the name of a shipped one (`hermes`); None: the
-    tokenizer's. `stop_token_ids` are generation_config's `eos_token_id`; the tokenizer's is added.
+    tokenizer's. `stop_token_ids`: default, `eos_token_id` of the generation config beside the
+    tokenizer's files; the tokenizer's own is added to either.
 
     Raises TemplateError when the template can't be proved for a user message or, given tools, for
     tool results; ConfigError when the parser can't read the calls that the template writes.
@@ -110,7 +112,10 @@ class Codec:
         )
         if isinstance(parser, str):
             parser = get_parser(parser, generation_prompt=self.template.generation_prompt)
+        if isinstance(parser, type) or not callable(getattr(parser, "parse", None)):
+            raise ConfigError(f"parser is {parser!r}; give a name, or an object with `parse`")
         self.parser = parser
+        self._watch = FormatWatch(parser.name, self.tools)
         # What the template adds to a prompt, tool schemas included.
         self._frame = self.template.render([{"role": "user", "content": "café\n 42 "}])
         self._deltas: dict[tuple[str, ...], Delta] = {}
@@ -229,7 +234,12 @@ class Codec:
         read = self.vocabulary.detokenizer
         text = read.decode(ids)
         parsed = self.parser.parse(text, finish=finish, tools=self.tools)
+        if finish == "stop":
+            self._watch.look(text, parsed.calls)
         calls: list[ToolCall] = []
+        for call in parsed.calls:
+            if not isinstance(call.name, str) or not isinstance(call.arguments, dict):
+                raise TypeError(f"parser {self.parser.name!r}: {call!r} needs a str and a dict")
         if parsed.calls:
             spans = read.token_spans(ids, text, parsed.spans)
             calls += [

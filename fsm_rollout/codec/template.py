@@ -60,6 +60,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        if source is not None and not isinstance(source, str):
+            raise ConfigError(f"chat_template is {source!r}; give its text, or a shipped name")
         if source is not None and "{" not in source:
             source = shipped_template(source)
         if source is None and not tokenizer.chat_template:

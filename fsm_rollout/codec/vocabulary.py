@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias
 
 from fsm_rollout.arrays import Ints, int32
 from fsm_rollout.codec.detokenizer import Detokenizer
@@ -77,6 +77,8 @@ class Vocabulary:
         """the spelling of each control token, special or added, and its id"""
         self.control_ids = frozenset(self.control.values())
         eos: Any = tokenizer.eos_token_id
+        if stop_token_ids is None:
+            stop_token_ids = [i for i in _generation_stops(tokenizer) if 0 <= i < self.size]
         self.stop_ids = self._checked_stop_ids(stop_token_ids, eos)
         self.detokenizer = Detokenizer(backend, size=self.size, inner=min(self.stop_ids))
         self._spellings = sorted(self.control, key=len, reverse=True)
@@ -99,6 +101,8 @@ class Vocabulary:
         self, given: int | Iterable[int] | None, eos: int | None
     ) -> frozenset[int]:
         stops = frozenset([given] if isinstance(given, int) else given or ())
+        if not all(isinstance(i, SupportsIndex) for i in stops):
+            raise ConfigError(f"stop_token_ids must be ids, got {given!r}")
         if eos is not None:
             stops |= {eos}
         if not stops:
@@ -274,3 +278,17 @@ class Vocabulary:
                 return start + first, start + last
             number -= kept - 1
         return None
+
+
+def _generation_stops(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """`eos_token_id` of the generation config beside the tokenizer's files: a server stops there,
+    whatever the tokenizer says. Empty: there is none on this machine."""
+    if not (name := tokenizer.name_or_path):
+        return ()
+    from transformers import GenerationConfig
+
+    try:
+        stops: Any = GenerationConfig.from_pretrained(name, local_files_only=True).eos_token_id
+    except (OSError, ValueError):
+        return ()
+    return () if stops is None else [stops] if isinstance(stops, int) else stops

@@ -21,6 +21,8 @@ from fsm_rollout.replay import RoutedExperts, TopP, WeightVersion
 
 Finish = Literal["stop", "length", "abort", "repetition"]
 LogProbKind = Literal["scaled", "raw", "processed"]
+_COLDEST = 0.01
+"""vLLM raises what is lower to this, SGLang takes 1e-6 and less for greedy"""
 _FINISHES = frozenset(get_args(Finish))
 
 
@@ -37,8 +39,21 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """derived by the loop from (run seed, index, attempt, turn); None: unseeded"""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "top_k"):
+            value, kinds = getattr(self, name), int if name == "top_k" else int | float
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                kind = "whole number" if name == "top_k" else "number"
+                raise ConfigError(f"{name} must be a {kind}, got {value!r}")
+        stops = self.stop_token_ids
+        if not isinstance(stops, tuple) or not all(isinstance(i, int) and i >= 0 for i in stops):
+            raise ConfigError(f"stop_token_ids must be a tuple of ids, got {stops!r}")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature must be >= 0, got {self.temperature}")
+        if 0 < self.temperature < _COLDEST:
+            raise ConfigError(
+                f"temperature {self.temperature} is below {_COLDEST}: servers sample with another "
+                "one and don't say so; 0 is greedy"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
@@ -135,7 +150,8 @@ class Engine(Protocol):
     `generate` continues the ids in `columns` by at most `max_new_tokens` tokens and returns a
     Generation, or raises EngineError; cancelling it frees the engine's work. `abort(request_id)`
     makes a running `generate` return what it has, with finish "abort"; unknown ids are ignored.
-    An engine that knows its model's end-of-turn ids may have them as `stop_token_ids`.
+    An engine that knows its model's end-of-turn ids may have them as `stop_token_ids`; one that can
+    say whether it was closed, as `is_closed`: then no run starts with it.
     """
 
     async def generate(

@@ -46,6 +46,8 @@ class SGLangWire:
         routed_experts: tuple[int, int] | None = None,
         stop: Sequence[str] = (),
     ) -> None:
+        if isinstance(stop, str):
+            raise ConfigError(f"SGLang: stop must be a list of strings, got {stop!r}")
         self.sampling_mask = sampling_mask
         self.routed_experts = routed_experts
         self.stop = tuple(stop)

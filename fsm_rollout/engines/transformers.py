@@ -83,7 +83,7 @@ class TransformersEngine:
         )
         self._weight_version: WeightVersion = None
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
-        self._closed = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._serve, name="transformers-engine", daemon=True)
         self._thread.start()
 
@@ -100,7 +100,7 @@ class TransformersEngine:
         """Continue `columns.tokens`; see Engine. A turn that meets the model's last position ends
         with finish "length"; a prompt that fills the context is EngineError(max_context)."""
         row = self._row(columns, max_new_tokens, params, request_id, session_id, media)
-        if self._closed:
+        if self.is_closed:
             raise EngineError("the engine is closed", reason=StopReason.NO_ENGINE, final=True)
         version = self._weight_version
         self._inbox.put(partial(self._batcher.add, row))
@@ -132,8 +132,8 @@ class TransformersEngine:
 
     async def close(self) -> None:
         """Fail what is pending, stop the thread, free the caches. A second call does nothing."""
-        if not self._closed:
-            self._closed = True
+        if not self.is_closed:
+            self.is_closed = True
             self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
 

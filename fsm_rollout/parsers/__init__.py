@@ -39,11 +39,11 @@ def get_parser(name: str, *, generation_prompt: str = "") -> Parser:
 def detect(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     """The names of the parsers that find a well-formed call in `text`, sorted.
 
-    For the warning when a run's own parser finds none; plug-ins that don't load are passed over.
+    For the warning when a run's own parser finds none; plug-ins that fail are passed over.
     """
     names = []
     for name, entry in sorted(_known().items()):
-        with suppress(ConfigError):
+        with suppress(Exception):  # foreign code, and another parser's text
             parsed = _make(entry, "").parse(text, finish="stop", tools=tools)
             if any(call.error is None for call in parsed.calls):
                 names.append(name)

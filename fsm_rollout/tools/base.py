@@ -25,6 +25,7 @@ import json
 import math
 import numbers
 import re
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, overload
@@ -112,7 +113,8 @@ class ToolResponse:
 
 
 def finite(value: Any, *, what: str) -> float:
-    """`value` as a float, True is 1.0. TypeError if it is no number, ValueError if infinite."""
+    """`value` as a float, True is 1.0. TypeError if it is no number, ValueError if not finite, as
+    float32 too: that is what trainers make of it."""
     if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":  # numpy's is no Real
         raise TypeError(f"{what} must be a number, got {type(value).__name__}")
     try:
@@ -121,6 +123,10 @@ def finite(value: Any, *, what: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"{what} must be finite, got {number}")
+    try:
+        struct.pack("<f", number)
+    except OverflowError:
+        raise ValueError(f"{what} must be finite in float32, got {number}") from None
     return number
 
 

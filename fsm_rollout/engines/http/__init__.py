@@ -5,6 +5,6 @@ bytes. The wires of real servers are engines/sglang.py and engines/vllm.py.
 """
 
 from fsm_rollout.engines.http.engine import HttpEngine
-from fsm_rollout.engines.http.servers import HttpSettings
+from fsm_rollout.engines.settings import HttpSettings
 
 __all__ = ["HttpEngine", "HttpSettings"]

@@ -18,6 +18,7 @@ import msgspec
 from fsm_rollout.engines.base import Generation
 from fsm_rollout.engines.http.clock import Clock
 from fsm_rollout.engines.http.endpoints import Endpoint
+from fsm_rollout.engines.http.replies import BUSY
 from fsm_rollout.engines.http.servers import Servers
 from fsm_rollout.engines.http.transport import Answer, Fault, FaultKind
 from fsm_rollout.engines.http.wire import Ask, Reply
@@ -27,7 +28,6 @@ from fsm_rollout.limits import StopReason
 _MAY_RUN_ON = frozenset({"disconnect", "timeout", "broken", "reply"})
 """faults after which the server may be at work on the try"""
 _WORTH_A_TRY = frozenset({StopReason.ENGINE_ERROR, StopReason.BAD_REPLY})
-_BUSY = frozenset({408, 429})
 _GATEWAY = frozenset({502, 504})
 """a router says so of a server that may be at work"""
 _BACKOFF_S, _DOUBLINGS = 0.1, 6
@@ -181,7 +181,7 @@ class Call:
     def _refusal(self, answer: Answer) -> Fault | EngineError:
         """What a status other than 200 comes to: the wire says what it means."""
         error = self._servers.wire.refusal(answer.status, answer.body)
-        is_busy = answer.status in _BUSY
+        is_busy = answer.status in BUSY
         if error.final or error.reason not in _WORTH_A_TRY or not (is_busy or answer.status >= 500):
             return error
         kind: FaultKind = "busy" if is_busy else "server"

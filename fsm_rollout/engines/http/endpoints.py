@@ -8,6 +8,7 @@ dead endpoint, and only those, go elsewhere, and return home with it.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ MAX_FAILURES = 5
 """consecutive ones after which an endpoint is left alone"""
 COOLDOWN_S, MAX_COOLDOWN_S = 1.0, 16.0
 """for how long: doubled each time that it was knocked at, until it answers a try again"""
+_ROUTE = re.compile(r"/(?:(?:inference/)?v1(?:/.*)?|generate)/*$")
+"""where clients of other protocols point; a path that is none may be a proxy's, in front of us"""
 
 
 class Endpoint:
@@ -128,10 +131,15 @@ def _number(session_id: str) -> int:
 
 def base_url(url: object) -> str:
     """`url` without its last slash. ConfigError when it is no server's base URL."""
-    if isinstance(url, str):
+    if isinstance(url, str) and not re.search(r"\s", url):
         with suppress(ValueError):  # no number for a port, half an IPv6 address
             parts = urlsplit(url)
             is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
             if is_server and not parts.query and not parts.fragment:
+                if route := _ROUTE.search(parts.path):
+                    raise ConfigError(
+                        f"{url!r} is a route of a server; leave out {route[0]!r}: an engine puts "
+                        "the routes that it needs behind the base URL itself"
+                    )
                 return url.rstrip("/")
     raise ConfigError(f"{url!r} is no server's base URL, such as http://127.0.0.1:30000")

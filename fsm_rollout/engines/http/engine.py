@@ -22,10 +22,11 @@ from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Generation, LogProbKind, SamplingParams, checked
 from fsm_rollout.engines.http.call import Call
 from fsm_rollout.engines.http.endpoints import Endpoint, Endpoints
-from fsm_rollout.engines.http.servers import HttpSettings, Servers
+from fsm_rollout.engines.http.servers import Servers
 from fsm_rollout.engines.http.transport import reserve_files
 from fsm_rollout.engines.http.wire import Ask, Reply, Wire
 from fsm_rollout.engines.probe import Finding, fits, probe
+from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.errors import ConfigError, EngineError
 from fsm_rollout.limits import StopReason
 from fsm_rollout.turn import engine_ids
@@ -70,6 +71,11 @@ class HttpEngine:
     def endpoints(self) -> Endpoints:
         """The servers that generate, and how they do."""
         return self._servers.endpoints
+
+    @property
+    def is_closed(self) -> bool:
+        """`close` was called: there is no way back."""
+        return self._servers.is_closed
 
     @property
     def metrics(self) -> Counter[str]:

@@ -42,7 +42,8 @@ _OVERFLOW = re.compile(
     r"|max_tokens must be at least 1, got 0",  # vLLM clamped what we asked for to no room at all
     re.IGNORECASE,
 )
-_PASSING = frozenset({408, 429})
+BUSY = frozenset({408, 425, 429})
+"""statuses of a server that asks for patience; others below 500 are final"""
 _EXCERPT = 300
 """characters of a server's message that an error shows"""
 _INTS = msgspec.json.Decoder(list[int])
@@ -68,15 +69,16 @@ def failed(message: str, *, final: bool = False) -> EngineError:
 
 
 def refusal(source: str, status: int, body: bytes, remedies: Mapping[int, str]) -> EngineError:
-    """What an HTTP status means: a full context, a fault that may pass, or one that won't."""
+    """What a status other than 200 means: a full context, a fault that may pass or that won't."""
     said = server_message(body)
     message = f"{source}: HTTP {status}: {said}"
-    if 400 <= status < 500 and status not in _PASSING:
-        if _OVERFLOW.search(said):
-            return EngineError(message, reason=StopReason.MAX_CONTEXT, final=True)
-        remedy = f"; {remedies[status]}" if status in remedies else ""
-        return failed(message + remedy, final=True)
-    return failed(message)
+    if not 100 <= status < 500 or status in BUSY:  # a code inside a reply may be none of HTTP
+        return failed(message)
+    if status >= 400 and _OVERFLOW.search(said):
+        return EngineError(message, reason=StopReason.MAX_CONTEXT, final=True)
+    moved = "it redirects: give the URL that it redirects to" if 300 <= status < 400 else ""
+    remedy = remedies.get(status, moved)
+    return failed(f"{message}; {remedy}" if remedy else message, final=True)
 
 
 def server_message(body: bytes) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import socket
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -25,7 +26,7 @@ from fsm_rollout.limits import StopReason
 
 FaultKind = Literal["connect", "disconnect", "timeout", "broken", "reply", "server", "busy"]
 """connect: nothing was sent. disconnect: no byte came back. timeout, broken (cut, or no HTTP),
-reply (no answer to what was asked): the server may be at work. server: 5xx. busy: 408, 429."""
+reply (no answer to what was asked): the server may be at work. server: 5xx. busy: replies.BUSY."""
 
 _LARGE_BODY = 2**20
 """bytes above which aiohttp warns of a body that is not a file"""
@@ -35,6 +36,10 @@ _SPARE_FILES = 256
 _MAX_CONTROLS = 64
 """aborts and control calls at a time with one server: aborting everything must not double the
 connections, nor one that hangs keep the others waiting"""
+_HEADER_NAME, _HEADER_VALUE = (
+    re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII),
+    re.compile(r"[^\r\n\0]*"),
+)
 _LINGER_S = 1.0
 """for the end of a stream after `[DONE]`, so that its connection can be kept"""
 _KEEPALIVE_S = 300
@@ -83,7 +88,7 @@ class Transport:
         close_timeout_s: float,
         max_connecting: int,
     ) -> None:
-        self._headers = dict(headers)
+        self._headers = _checked(headers)
         self._connect_timeout_s = connect_timeout_s
         self._first_byte_timeout_s = first_byte_timeout_s
         self._idle_timeout_s = idle_timeout_s
@@ -291,6 +296,18 @@ async def _read_off(response: aiohttp.ClientResponse) -> None:
         pass
     finally:
         response.release()
+
+
+def _checked(headers: object) -> dict[str, str]:
+    """Headers as they can be sent; no error shows a value, which may be a key."""
+    if not isinstance(headers, Mapping):
+        raise ConfigError("headers must be a mapping, such as {'Authorization': 'Bearer …'}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise ConfigError(f"header {name!r}: no name of a header")
+        if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+            raise ConfigError(f"header {name!r}: its value must be one line of text")
+    return dict(headers)
 
 
 def _is_stream(response: aiohttp.ClientResponse) -> bool:
