@@ -20,6 +20,7 @@ from fsm_rollout.tools.registry import Toolset
 
 logger = logging.getLogger(__name__)
 
+NO_REWARD = "its tools gave no reward, which is not 0"
 _BY_GROUP = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 
 
@@ -32,17 +33,18 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> Any:
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
     if sample.reward is None and not is_status(sample, "aborted"):
-        if not _can_score(args):
+        if not can_score(args):
             raise HandOverError(
                 f"sample {sample.index} has no reward: give the rollout one (`reward` of fsm.yaml, "
                 "or a tool's calc_reward), or slime a reward model of yours (--custom-rm-path, "
                 "--rm-type)"
             )
-        _take_out(args, sample, "its tools gave no reward, which is not 0")
+        _take_out(args, sample, NO_REWARD)
     return sample.reward
 
 
-def _can_score(args: Any) -> bool:
+def can_score(args: Any) -> bool:
+    """The rollouts of this run can have rewards of their own."""
     config = config_of(args)
     tools = Toolset(config.tools)
     return config.reward is not None or any("calc_reward" in tools[t].own_hooks for t in tools)
@@ -56,10 +58,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    by_group = estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
-    used = [_is_used(args, sample, by_group=by_group) for sample in samples]
-    used = _alike(args, samples, used)
+    used, by_group = usable(args, samples), _compares(args)
     if samples and not any(used):
         raise HandOverError(
             f"none of {len(samples)} samples can be trained on; the first one, sample "
@@ -75,7 +74,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
             rollout = alone if sample.rollout_id is None else sample.rollout_id
             groups[sample.group_index][rollout].append(value)
     baselines = {group: _baseline(list(rollouts.values())) for group, rollouts in groups.items()}
-    scale = estimator != "reinforce_plus_plus_baseline"
+    scale = args.advantage_estimator != "reinforce_plus_plus_baseline"
     scale = scale and getattr(args, "grpo_std_normalization", True)
     normalised = []
     for sample, value, is_used in zip(samples, raw, used, strict=True):
@@ -83,6 +82,18 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
         away = value - mean if is_used else 0.0
         normalised.append(away / (deviation + EPSILON) if scale else away)
     return raw, normalised
+
+
+def usable(args: Any, samples: Sequence[Any]) -> list[bool]:
+    """Which samples are trained. What must not be is told in the log and made harmless."""
+    used = [_is_used(args, sample, by_group=_compares(args)) for sample in samples]
+    return _alike(args, samples, used)
+
+
+def _compares(args: Any) -> bool:
+    """Rewards are compared within groups, as the flags say."""
+    estimator = getattr(args, "advantage_estimator", None)
+    return estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
 
 
 def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
@@ -94,7 +105,7 @@ def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
 
 def _is_used(args: Any, sample: Any, *, by_group: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
-    why = fault_of(sample)
+    why = fault_of(sample, args)
     if not why and sample.loss_mask is not None and not any(sample.loss_mask):
         return False  # nothing is trained, so nothing is compared
     if not why and not sample.remove_sample:
