@@ -284,6 +284,18 @@ def test_a_template_file_lies_beside_the_yaml(checkpoint: str, tmp_path: Path) -
     assert text_of(fake.generations()[0].ids).endswith("<|im_start|>model\n")
 
 
+def test_miles_names_a_template_in_a_flag_and_the_yaml_stands_above_it(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    for name in ("flag", "yaml"):
+        said = str(TOKENIZER.chat_template).replace("<|im_start|>assistant", f"<|im_start|>{name}")
+        (tmp_path / name).write_text(said)
+    flag, yaml = str(tmp_path / "flag"), str(tmp_path / "yaml")
+    for config, end in (({}, "flag"), ({"chat_template": yaml}, "yaml")):
+        _, fake, _ = play(checkpoint, script=["Hi."], fsm_rollout=config, chat_template_path=flag)
+        assert text_of(fake.generations()[0].ids).endswith(f"<|im_start|>{end}\n")
+
+
 def test_what_an_earlier_try_left_is_no_part_of_the_next(checkpoint: str) -> None:
     left = sample_of(
         status=Status.ABORTED,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ pytest.importorskip("transformers")
 
 from fsm_rollout.adapters import slime
 from fsm_rollout.adapters.slime import tracker
+from fsm_rollout.adapters.slime.trainer import part_of
+from fsm_rollout.errors import ConfigError
 from fsm_rollout.testing.fake_engine import Rule, faults
 from tests.playing import TOKENIZER
 from tests.slime_stub import (
@@ -21,6 +25,7 @@ from tests.slime_stub import (
     Status,
     flattened,
     generate_rollout,
+    log,
     log_eval_rollout_data,
     log_rollout_data,
 )
@@ -154,3 +159,16 @@ def test_a_tool_that_says_nothing_costs_one_result_of_an_evaluation(start: Any) 
         output = generate_rollout(args, 3, None, evaluation=True)
     assert output.data["held_out"]["rewards"] == [0.0, 0.0]
     assert {sample.status for sample in output.data["held_out"]["samples"]} == {Status.FAILED}
+
+
+def test_the_parts_of_a_trainer_are_found_where_a_release_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """miles has logging_utils too, but its `log` is elsewhere."""
+    for name in ("miles", "miles.utils", "miles.utils.logging_utils", "miles.utils.tracking"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["miles.utils.tracking"], "log", log, raising=False)
+    places = "observability.logging_utils", "utils.logging_utils", "utils.tracking"
+    assert part_of("log", *places) is log
+    with pytest.raises(ConfigError, match=r"no observability.logging_utils or utils.logging_utils"):
+        part_of("log", *places[:2])

@@ -88,6 +88,7 @@ _BUILT_OF = (
     "sglang_router_port",
     "hf_checkpoint",
     "custom_config_path",
+    "chat_template_path",
     "rollout_top_p",
     "rollout_seed",
     "use_rollout_routing_replay",
@@ -140,7 +141,8 @@ class Player:
                 _tokenizer(args.hf_checkpoint),
                 tools=tools.schemas,
                 parser=config.parser,
-                chat_template=template_text(config.chat_template, folder),
+                chat_template=template_text(config.chat_template, folder)
+                or template_text(getattr(args, "chat_template_path", None), Path.cwd()),  # miles
                 template_kwargs=getattr(args, "apply_chat_template_kwargs", None),
             ),
             tools=tools,

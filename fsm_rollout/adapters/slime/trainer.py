@@ -10,7 +10,7 @@ from fsm_rollout.errors import ConfigError
 
 
 def part_of(name: str, *modules: str) -> Any:
-    """`name` of the first of `modules` that the trainer has: some move from release to release."""
+    """`name` of the first of `modules` that has it: some move from release to release."""
     for trainer in ("slime", "miles"):
         if trainer not in sys.modules:
             continue
@@ -21,6 +21,7 @@ def part_of(name: str, *modules: str) -> Any:
                 if error.name is None or not f"{trainer}.{module}".startswith(error.name):
                     raise  # the trainer lacks a package of its own
             else:
-                return getattr(found, name)
+                if hasattr(found, name):
+                    return getattr(found, name)
         raise ConfigError(f"this {trainer} has no {' or '.join(modules)}, where {name!r} should be")
     raise ConfigError(f"{name!r} is slime's or miles's, and neither is loaded")
