@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.adapters.slime import post_process_rewards, record, reward
 from fsm_rollout.adapters.slime.outcome import outcome
+from fsm_rollout.adapters.slime.rewards import take_out_unscored
 from fsm_rollout.errors import HandOverError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -132,6 +133,23 @@ def test_a_failed_sample_fits_into_any_batch(played: tuple[Request, dict[str, An
     assert (bad.reward, bad.weight_versions) == ({"score": 0.0}, [])
 
 
+def test_what_slimes_metrics_would_round_is_taken_out_and_an_answer_of_a_teacher_is_not() -> None:
+    def batch() -> list[Any]:
+        aborted = scored(1.0, 0, status=Theirs.ABORTED)
+        return [scored(None, 0), scored({"logprobs": []}, 0), scored(1.0, None), aborted]
+
+    for estimator, taken in (("grpo", [True, False, False, True]), ("ppo", [False] * 3 + [True])):
+        samples = batch()
+        take_out_unscored(slime_args(advantage_estimator=estimator), samples)
+        assert [sample.remove_sample for sample in samples] == taken
+
+
+def test_a_failed_sample_has_the_category_that_slimes_metrics_look_up() -> None:
+    sample = SlimeSample(index=0)
+    record.fail(sample, "no server", slime_args(reward_key="score", log_reward_category="kind"))
+    assert sample.reward == {"score": 0.0, "kind": "failed"}
+
+
 class Picky(SlimeSample):
     """One that falls over in the middle, in a way of its own."""
 
@@ -204,8 +222,7 @@ def scored(value: Any, group: int | None, rollout: int | None = None, **given: A
         loss_mask=[1],
         rollout_log_probs=[-1.0],
         reward=value,
-        status=Theirs.COMPLETED,
-        **given,
+        **{"status": Theirs.COMPLETED, **given},
     )
 
 

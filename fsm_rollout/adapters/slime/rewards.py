@@ -58,7 +58,10 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
-    used, by_group = usable(args, samples), _compares(args)
+    estimator = getattr(args, "advantage_estimator", None)
+    by_group = estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
+    used = [_is_used(args, sample, by_group=by_group) for sample in samples]
+    used = _alike(args, samples, used)
     if samples and not any(used):
         raise HandOverError(
             f"none of {len(samples)} samples can be trained on; the first one, sample "
@@ -74,7 +77,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
             rollout = alone if sample.rollout_id is None else sample.rollout_id
             groups[sample.group_index][rollout].append(value)
     baselines = {group: _baseline(list(rollouts.values())) for group, rollouts in groups.items()}
-    scale = args.advantage_estimator != "reinforce_plus_plus_baseline"
+    scale = estimator != "reinforce_plus_plus_baseline"
     scale = scale and getattr(args, "grpo_std_normalization", True)
     normalised = []
     for sample, value, is_used in zip(samples, raw, used, strict=True):
@@ -84,16 +87,17 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, normalised
 
 
-def usable(args: Any, samples: Sequence[Any]) -> list[bool]:
-    """Which samples are trained. What must not be is told in the log and made harmless."""
-    used = [_is_used(args, sample, by_group=_compares(args)) for sample in samples]
-    return _alike(args, samples, used)
+def take_out_unscored(args: Any, samples: Sequence[Any]) -> None:
+    """Samples without a reward, before slime's metrics round it; those of PPO look at none.
 
-
-def _compares(args: Any) -> bool:
-    """Rewards are compared within groups, as the flags say."""
-    estimator = getattr(args, "advantage_estimator", None)
-    return estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
+    What is no number is left alone: a distillation keeps the teacher's answer there.
+    """
+    rounds = getattr(args, "advantage_estimator", None) != "ppo"
+    for sample in samples:
+        if is_status(sample, "aborted", "pending"):
+            _take_out(args, sample, fault_of(sample, args))
+        elif rounds and sample.reward is None:
+            _take_out(args, sample, "it has no reward, which is not 0")
 
 
 def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from fsm_rollout.adapters.slime.config import config_of
-from fsm_rollout.adapters.slime.rewards import usable
+from fsm_rollout.adapters.slime.rewards import take_out_unscored
 from fsm_rollout.adapters.slime.trainer import part_of
 from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
@@ -61,10 +61,9 @@ def log_rollout_data(
 ) -> bool:
     """All that ended since the last step, what filters dropped too. False: slime logs its own.
 
-    Samples that must not be trained are taken out here already, as `post_process_rewards` does: a
-    reward of None would end the step in slime's metrics.
+    Samples without a reward are taken out here already: None would end the step in slime's metrics.
     """
-    usable(args, samples)
+    take_out_unscored(args, samples)
     found = alarm_of(args).watch(_taken(evaluation=False), seconds=rollout_time)
     _log(rollout_id, args, found, rollout_extra_metrics, "rollout/step")
     return False
