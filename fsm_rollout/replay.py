@@ -35,6 +35,7 @@ _COUNTERS = {
     "cached_tokens": ("cached_tokens",),
     "spec_accepted_tokens": ("spec_num_correct_drafts", "spec_accept_token_num"),
     "spec_draft_tokens": ("spec_num_proposed_drafts", "spec_draft_token_num"),
+    "spec_verify_count": ("spec_verify_ct",),
 }
 
 WeightVersion: TypeAlias = str | int | None
@@ -204,7 +205,7 @@ def weight_runs_of(meta: Mapping[str, Any], count: int) -> Sequence[tuple[Weight
 
 
 def counters_of(meta: Mapping[str, Any], count: int | None = None) -> dict[str, int]:
-    """cached_tokens, spec_accepted_tokens, spec_draft_tokens, under their old and new names.
+    """cached_tokens and what a speculation counts, under their old and new names.
 
     With the `count` of new tokens also version_spans_refused, 1 where `weight_runs_of` fell back.
     """

@@ -199,6 +199,98 @@ async def batched_async_rm(args: Any, samples: list[Any]) -> list[Any]:
     return rewards
 
 
+async def _play(args: Any, sample: Any, *, evaluation: bool) -> Any:
+    params = {"max_new_tokens": args.rollout_max_response_len}
+    generate = load_function(args.custom_generate_function_path)
+    played = await generate(args, sample, params, evaluation=evaluation)
+    for one in played if isinstance(played, list) else [played]:
+        if one.status is not Status.ABORTED and one.reward is None:
+            one.reward = await async_rm(args, one)
+    return played
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """slime's own rollout function: it plays its samples one by one."""
+
+    async def step(groups: list[list[Any]]) -> list[list[Any]]:
+        one_by_one = [[_play(args, s, evaluation=evaluation) for s in group] for group in groups]
+        return [list(await asyncio.gather(*group)) for group in one_by_one]
+
+    run = sys.modules["slime.utils.async_utils"].run
+    if not evaluation:
+        groups = run(step(data_source.get_samples(args.rollout_batch_size)))
+        return RolloutFnTrainOutput(samples=groups, metrics={})
+    found = {}
+    for data_set in args.eval_datasets:
+        group = [SlimeSample(index=i, **row) for i, row in enumerate(data_set.rows)]
+        samples = flattened(run(step([group])))
+        samples.sort(key=lambda sample: int(sample.index))
+        key = args.eval_reward_key or args.reward_key
+        found[data_set.name] = {
+            "rewards": [s.reward[key] if key else s.reward for s in samples],
+            "truncated": [s.status is Status.TRUNCATED for s in samples],
+            "samples": samples,
+        }
+    return RolloutFnEvalOutput(data=found)
+
+
+def flattened(samples: Any) -> list[Any]:
+    """A batch as slime flattens it: by the shape of the first."""
+    while isinstance(samples[0], list):
+        samples = [one for several in samples for one in several]
+    assert all(isinstance(one, _Common) for one in samples), "lists and samples are mixed"
+    return list(samples)
+
+
+LOGGED: list[dict[str, Any]] = []
+"""what the tracker got, call by call"""
+
+
+def log(args: Any, metrics: dict[str, Any], step_key: str) -> None:
+    assert step_key in metrics
+    LOGGED.append(metrics)
+
+
+def compute_rollout_step(args: Any, rollout_id: int) -> int:
+    return rollout_id
+
+
+def _from_samples(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+    groups: dict[Any, list[Any]] = {}
+    for sample in samples:
+        reward = sample.reward[args.reward_key] if args.reward_key else sample.reward
+        groups.setdefault(sample.group_index, []).append(reward)
+    same = [rewards[0] for rewards in groups.values() if all(r == rewards[0] for r in rewards)]
+    truncated = [sample.status is Status.TRUNCATED for sample in samples]
+    return {
+        "truncated_ratio": sum(truncated) / len(truncated),
+        **{f"zero_std/count_{round(reward, 1)}": 1 for reward in same},
+    }
+
+
+def log_rollout_data(
+    rollout_id: int, args: Any, samples: Any, rollout_extra_metrics: Any, rollout_time: float
+) -> None:
+    path = args.custom_rollout_log_function_path
+    given = rollout_id, args, samples, rollout_extra_metrics, rollout_time
+    if path and load_function(path)(*given):
+        return
+    own = {f"rollout/{name}": value for name, value in _from_samples(args, samples).items()}
+    log(args, {**(rollout_extra_metrics or {}), **own, "rollout/step": rollout_id}, "rollout/step")
+
+
+def log_eval_rollout_data(rollout_id: int, args: Any, data: Any, extra_metrics: Any) -> None:
+    path = args.custom_eval_rollout_log_function_path
+    if path and load_function(path)(rollout_id, args, data, extra_metrics):
+        return
+    metrics = extra_metrics or {}
+    for name, one in data.items():
+        metrics[f"eval/{name}"] = sum(one["rewards"]) / len(one["rewards"])
+        own = _from_samples(args, one["samples"])
+        metrics |= {f"eval/{name}/{key}": value for key, value in own.items()}
+    log(args, {**metrics, "eval/step": rollout_id}, "eval/step")
+
+
 def call_dynamic_filter(function: Any, args: Any, group: Any) -> DynamicFilterOutput:
     output = function(args, group)
     return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(bool(output))
@@ -259,7 +351,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> _Loop:
             "RolloutFnEvalOutput": RolloutFnEvalOutput,
         },
         "slime.rollout.rm_hub": {"async_rm": async_rm, "batched_async_rm": batched_async_rm},
-        "slime.rollout.sglang_rollout": {"GenerateState": GenerateState},
+        "slime.rollout.sglang_rollout": {
+            "GenerateState": GenerateState,
+            "generate_rollout": generate_rollout,
+        },
+        "slime.observability": {},
+        "slime.observability.logging_utils": {"log": log},
+        "slime.observability.metric_utils": {"compute_rollout_step": compute_rollout_step},
         "slime.rollout.filter_hub": {},
         "slime.rollout.filter_hub.base_types": {
             "call_dynamic_filter": call_dynamic_filter,
@@ -271,6 +369,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> _Loop:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(_Singleton, "_instances", {})
+    LOGGED.clear()
     return loop
 
 
@@ -310,6 +409,9 @@ def slime_args(**given: Any) -> Namespace:
         "rewards_normalization": True,
         "grpo_std_normalization": True,
         "dynamic_sampling_filter_path": None,
+        "custom_rollout_log_function_path": None,
+        "custom_eval_rollout_log_function_path": None,
+        "eval_datasets": [],
     }
     return Namespace(**defaults | given)
 

@@ -379,7 +379,7 @@ def test_counters_are_read_under_their_old_and_their_new_names() -> None:
     new = {"cached_tokens": 7, "spec_num_correct_drafts": 3, "spec_num_proposed_drafts": 4}
     counted = {"cached_tokens": 7, "spec_accepted_tokens": 3, "spec_draft_tokens": 4}
     assert counters_of(old) == counters_of(new) == counted
-    assert counters_of({"cached_tokens": None, "spec_verify_ct": 3}) == {}
+    assert counters_of({"cached_tokens": None, "spec_verify_ct": 3}) == {"spec_verify_count": 3}
     assert counters_of({"cached_tokens": 0}) == {"cached_tokens": 0}
     for bad in (-1, 1.5, "7", True, [7]):
         assert counters_of({"cached_tokens": bad}) == {}

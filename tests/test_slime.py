@@ -284,6 +284,18 @@ def test_a_template_file_lies_beside_the_yaml(checkpoint: str, tmp_path: Path) -
     assert text_of(fake.generations()[0].ids).endswith("<|im_start|>model\n")
 
 
+def test_miles_names_a_template_in_a_flag_and_the_yaml_stands_above_it(
+    checkpoint: str, tmp_path: Path
+) -> None:
+    for name in ("flag", "yaml"):
+        said = str(TOKENIZER.chat_template).replace("<|im_start|>assistant", f"<|im_start|>{name}")
+        (tmp_path / name).write_text(said)
+    flag, yaml = str(tmp_path / "flag"), str(tmp_path / "yaml")
+    for config, end in (({}, "flag"), ({"chat_template": yaml}, "yaml")):
+        _, fake, _ = play(checkpoint, script=["Hi."], fsm_rollout=config, chat_template_path=flag)
+        assert text_of(fake.generations()[0].ids).endswith(f"<|im_start|>{end}\n")
+
+
 def test_what_an_earlier_try_left_is_no_part_of_the_next(checkpoint: str) -> None:
     left = sample_of(
         status=Status.ABORTED,
@@ -313,6 +325,17 @@ def test_tokens_without_a_response_are_the_prompt(checkpoint: str) -> None:
     prompt = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
     _, fake, _ = play(checkpoint, sample=sample_of(tokens=list(prompt)), script=["Hi."])
     assert fake.generations()[0].ids == prompt
+
+
+def test_a_prompt_of_tokens_alone_is_played_and_played_again(checkpoint: str) -> None:
+    prompt = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    left = sample_of("", tokens=list(prompt))
+    left, fake, _ = play(checkpoint, Rule(fault=faults.Abort()), sample=left, script=["Hi there."])
+    assert (left.status, left.response_length > 0) == (Status.ABORTED, True)
+    sample, again, args = play(checkpoint, sample=left, script=["Hi there."])
+    assert fake.generations()[0].ids == again.generations()[0].ids == prompt
+    assert sample.tokens == prompt + ids("Hi there.")
+    consume(args, [sample])
 
 
 def test_many_samples_at_once_share_one_engine(checkpoint: str) -> None:
@@ -530,9 +553,11 @@ def test_what_a_columnar_file_filled_in_is_absent(checkpoint: str) -> None:
     assert sample.status is Status.COMPLETED
 
 
-def test_metadata_that_is_none_costs_the_sample(checkpoint: str) -> None:
+def test_metadata_that_is_none_is_empty_and_text_costs_the_sample(checkpoint: str) -> None:
+    sample, _, _ = play(checkpoint, sample=sample_of(metadata=None))
+    assert sample.status is Status.COMPLETED
     sample, _, args = play(checkpoint, sample=sample_of(metadata="easy"))
-    harmless(sample, args, "its row does not fit")
+    harmless(sample, args, "its metadata is a str; --metadata-key names a column of mappings")
 
 
 def test_a_tool_that_says_nothing_costs_its_sample(checkpoint: str) -> None:
@@ -659,6 +684,27 @@ def test_a_rollout_of_several_samples_is_a_list_that_shares_its_rollout_id(
     assert ["of its own" in context for context in contexts] == [False, False, True]
     for one in played:
         assert one.metadata["mine"] == 1
+
+
+def test_once_a_rollout_was_a_list_all_are_but_what_is_played_again(checkpoint: str) -> None:
+    """slime's own loop flattens a whole batch by the shape of its first."""
+    rules = [
+        Rule(fault=faults.Status(status=400), session="fails"),
+        Rule(fault=faults.Abort(), session="aborts"),
+    ]
+
+    async def main() -> list[Any]:
+        async with FakeEngine(["Hello."], tokenizer=TOKENIZER, faults=rules) as fake:
+            args, played = args_for(fake, checkpoint, fsm_rollout=AGENT), []
+            for session in ("fails", "good", "fails", "aborts"):
+                sample = sample_of()
+                sample.session_id = session
+                played.append(await slime.generate(args, sample, PARAMS))
+            return played
+
+    first, good, failed, aborted = asyncio.run(main())
+    assert (first.status, len(good), aborted.status) == (Status.FAILED, 3, Status.ABORTED)
+    assert [one.status for one in failed] == [Status.FAILED]
 
 
 def test_with_an_agent_an_aborted_sample_starts_over(checkpoint: str) -> None:

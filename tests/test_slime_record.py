@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from fsm_rollout.adapters.slime import post_process_rewards, record, reward
 from fsm_rollout.adapters.slime.outcome import outcome
+from fsm_rollout.adapters.slime.rewards import take_out_unscored
 from fsm_rollout.errors import HandOverError
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
@@ -109,7 +111,7 @@ def test_what_was_sampled_is_what_the_trainer_trains(
         assert one.status is Theirs(request.status.value)
         assert one.remove_sample is (not trained)
         assert one.metadata["mine"] == 1
-        assert record.fault_of(one) == ""
+        assert record.fault_of(one, args) == ""
         if ours.rollout_routed_experts is not None and ours.response_length:
             known = len(ours.rollout_routed_experts)
             found = np.asarray(one.rollout_routed_experts)
@@ -129,6 +131,61 @@ def test_a_failed_sample_fits_into_any_batch(played: tuple[Request, dict[str, An
     rows = consume(args, [bad, *([good] if isinstance(good, SlimeSample) else good)])
     assert rows[0]["trained"] == {}
     assert (bad.reward, bad.weight_versions) == ({"score": 0.0}, [])
+
+
+def test_what_slimes_metrics_would_round_is_taken_out_and_an_answer_of_a_teacher_is_not() -> None:
+    def batch() -> list[Any]:
+        aborted = scored(1.0, 0, status=Theirs.ABORTED)
+        return [scored(None, 0), scored({"logprobs": []}, 0), scored(1.0, None), aborted]
+
+    for estimator, taken in (("grpo", [True, False, False, True]), ("ppo", [False] * 3 + [True])):
+        samples = batch()
+        take_out_unscored(slime_args(advantage_estimator=estimator), samples)
+        assert [sample.remove_sample for sample in samples] == taken
+
+
+def test_a_failed_sample_has_the_category_that_slimes_metrics_look_up() -> None:
+    sample = SlimeSample(index=0)
+    record.fail(sample, "no server", slime_args(reward_key="score", log_reward_category="kind"))
+    assert sample.reward == {"score": 0.0, "kind": "failed"}
+
+
+class Picky(SlimeSample):
+    """One that falls over in the middle, in a way of its own."""
+
+    def append_response_tokens(self, args: Any = None, **given: Any) -> None:
+        super().append_response_tokens(args, **given)
+        raise RuntimeError("no such layer")
+
+
+@given(requests())
+def test_a_sample_that_refuses_costs_itself(played: tuple[Request, dict[str, Any]]) -> None:
+    request, options = played
+    sample, args = Picky(index=0), args_of(options)
+    out = outcome(args, sample, request, has_reward=True, evaluation=False)
+    if request.sample.response_length:
+        assert (out, sample.status) == (sample, Theirs.FAILED)
+        assert "Picky refused it: RuntimeError" in sample.metadata["fsm_rollout"]["error"]
+        consume(args, [sample])
+
+
+def test_slimes_rates_of_a_speculation_have_all_that_they_divide_by() -> None:
+    """slime: accepted / drafted, and completion tokens / verifications."""
+    request = Request()
+    request.set_prompt([1, 2])
+    MACHINE.fire(Event.GENERATE, request)
+    request.append_response_tokens([5, 6], [-1.0, -1.0], meta_info={"finish_reason": "stop"})
+    MACHINE.fire(Event.COMPLETE, request, StopReason.STOP)
+    request.metrics |= {
+        "engine/spec_accepted_tokens": 3,
+        "engine/spec_draft_tokens": 4,
+        "engine/spec_verify_count": 2,
+    }
+    request.reward = 1.0
+    request.seal()
+    sample = SlimeSample(index=0)
+    outcome(slime_args(), sample, request, has_reward=True, evaluation=False)
+    assert astuple(sample.spec_info) == (3, 4, 2, 2)
 
 
 def test_an_aborted_request_is_aborted_only_if_somebody_asked_for_it() -> None:
@@ -155,7 +212,7 @@ def test_an_aborted_request_is_aborted_only_if_somebody_asked_for_it() -> None:
 # -- normalisation ---------------------------------------------------------------------------------
 
 
-def scored(value: Any, group: int, rollout: int | None = None, **given: Any) -> Any:
+def scored(value: Any, group: int | None, rollout: int | None = None, **given: Any) -> Any:
     return SlimeSample(
         index=len(str(value)),
         group_index=group,
@@ -165,8 +222,7 @@ def scored(value: Any, group: int, rollout: int | None = None, **given: Any) -> 
         loss_mask=[1],
         rollout_log_probs=[-1.0],
         reward=value,
-        status=Theirs.COMPLETED,
-        **given,
+        **{"status": Theirs.COMPLETED, **given},
     )
 
 
@@ -247,6 +303,30 @@ def test_one_bad_sample_costs_one_sample_and_no_step(broken: dict[str, Any]) -> 
     assert [len(row["trained"]) for row in rows] == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "broken"),
+    [
+        ({"rollout_top_p": 0.9}, {"rollout_top_p_token_ids": None}),
+        ({"rollout_top_p": 0.9}, {"rollout_top_p_token_offsets": [0, 3]}),
+        ({"use_rollout_routing_replay": True}, {"rollout_routed_experts": None}),
+    ],
+    ids=str,
+)
+def test_a_sample_without_what_the_flags_replay_costs_itself(
+    flags: dict[str, Any], broken: dict[str, Any]
+) -> None:
+    args = slime_args(num_layers=LAYERS, moe_router_topk=TOP_K, **flags)
+    replayed = {
+        "rollout_top_p_token_ids": [2],
+        "rollout_top_p_token_offsets": [0, 1],
+        "rollout_routed_experts": np.ones((1, LAYERS, TOP_K), np.int32),
+    }
+    good, bad = scored(1.0, 0, 0, **replayed), scored(0.0, 0, 1, **{**replayed, **broken})
+    post_process_rewards(args, [good, bad])
+    assert (good.remove_sample, bad.remove_sample) == (False, True)
+    assert [len(row["trained"]) for row in consume(args, [good, bad])] == [1, 0]
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_what_was_taken_out_has_the_columns_of_the_others(*, first: bool) -> None:
     good, bad = scored(1.0, 0, 0), scored(None, 0, 1)
@@ -265,8 +345,11 @@ def test_a_step_with_nothing_to_train_is_an_error_that_says_why() -> None:
 
 
 def test_slimes_own_contract_tests_call_it_so() -> None:
-    raw, found = post_process_rewards(object(), [scored(0.5, 0), scored(1.5, 0)])
-    assert (len(raw), len(found)) == (2, 2)
+    """Without any flag there is no estimator that compares, so no group is missed."""
+    flags = type("Args", (), {})()
+    samples = [scored(0.5, None), scored(1.5, None)]
+    assert post_process_rewards(flags, samples) == ([0.5, 1.5], [0.5, 1.5])
+    assert not any(sample.remove_sample for sample in samples)
 
 
 def test_the_reward_model_gives_back_what_the_rollout_scored() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ pytest.importorskip("transformers")
 from fsm_rollout.adapters import slime
 from fsm_rollout.adapters.slime import generate_rollout, post_process_rewards
 from fsm_rollout.adapters.slime import player as players
+from fsm_rollout.agent import Context
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.request import Request
 from fsm_rollout.testing.fake_engine import FakeEngine, Latency, LogNormal, Rule, faults
@@ -28,6 +28,7 @@ from tests.slime_stub import (
     RolloutFnTrainOutput,
     Status,
     consume,
+    flattened,
     install,
     slime_args,
 )
@@ -80,6 +81,20 @@ def not_the_first(args: Any, group: list[Any]) -> DynamicFilterOutput:
     return DynamicFilterOutput(group[0].group_index != 0, "first")
 
 
+async def sometimes_two(ctx: Context) -> None:
+    """An agent of which every second rollout has two samples."""
+    if ctx.request.index % 2:
+        await ctx.generate()
+        await ctx.rewrite([{"role": "user", "content": "shorter"}])
+    await ctx.generate()
+
+
+class DataSet:
+    """slime's EvalDatasetConfig, as far as a rollout reads it."""
+
+    name, rows = "held_out", ROWS[:2]
+
+
 class Hangs(Tool):
     """In rows that say so it takes longer than a step, until `is_mended`."""
 
@@ -129,6 +144,11 @@ class Step:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Iterator[Any]:
+    yield from serving(monkeypatch, checkpoint)
+
+
+def serving(monkeypatch: pytest.MonkeyPatch, checkpoint: str) -> Iterator[Any]:
+    """slime's loop, and how to start a server in it."""
     loop = install(monkeypatch)
     players._PLAYERS.clear()
 
@@ -249,6 +269,20 @@ def test_the_dynamic_filter_drops_groups_and_is_told_in_the_metrics(start: Any) 
     assert output.metrics["rollout/dynamic_filter/drop_first"] == 1
 
 
+def test_the_filter_sees_samples_and_a_batch_has_one_shape(start: Any) -> None:
+    """slime flattens a batch, and reads its filters' groups, as if no rollout had two samples."""
+    config = {**CONFIG, "agent": "tests.test_slime_step:sometimes_two"}
+    refused = Rule(fault=faults.Status(status=400), nth=2)
+    with start(refused) as step:
+        path = "tests.test_slime_step.adds_up"
+        args = step.args(fsm_rollout=config, dynamic_sampling_filter_path=path)
+        out = step.play(args)
+        assert all(isinstance(one, list) for group in out.samples for one in group)
+        post_process_rewards(args, samples := flattened(out.samples))
+        consume(args, samples)
+        assert {sample.status for sample in samples} == {Status.COMPLETED, Status.FAILED}
+
+
 def test_a_reward_model_of_groups_sees_whole_groups(start: Any) -> None:
     with start() as step:
         path = "tests.test_slime_step.of_the_group"
@@ -361,21 +395,42 @@ def test_a_data_source_that_is_empty_is_an_error_and_no_endless_loop(start: Any)
         step.play(step.args(), Empty(step.args(), ROWS))
 
 
-def test_an_evaluation_is_slimes_own_and_plays_through_generate(start: Any) -> None:
-    asked: list[Any] = []
+def test_an_evaluation_is_slimes_own_plays_through_generate_and_is_told(start: Any) -> None:
     with start() as step:
-        theirs: Any = sys.modules["slime.rollout.sglang_rollout"]
-
-        def evaluate(*args: Any, **kwargs: Any) -> str:
-            asked.append((args, kwargs))
-            return "data"
-
-        theirs.generate_rollout = evaluate
-        args = step.args()
-        assert generate_rollout(args, 3, None, evaluation=True) == "data"
-        assert asked == [((args, 3, None), {"evaluation": True})]
+        args = step.args(eval_datasets=[DataSet()])
+        out = generate_rollout(args, 3, None, evaluation=True)
+        assert out.data["held_out"]["rewards"] == [0.0, 1.0]
+        assert out.metrics["eval/rollout/requests"] == 2
+        assert out.metrics["eval/tool/echo/ok"] == 2
+        args.custom_generate_function_path = None
         with pytest.raises(ConfigError, match="--custom-generate-function-path"):
-            generate_rollout(step.args(custom_generate_function_path=None), 3, None, True)
+            generate_rollout(args, 3, None, evaluation=True)
+
+
+class Played(DataSource):
+    """As slime's contract test of rollout functions has it: all is over, and there are no flags."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in flat(groups):
+            sample.tokens, sample.response_length, sample.reward = [5, 6], 2, 0.0
+            sample.status = Status.COMPLETED
+        return groups
+
+
+def test_without_flags_what_is_over_stays_and_what_is_not_fails(start: Any) -> None:
+    """slime's contract for --rollout-function-path calls with args None."""
+    with start() as step:
+        source = Played(step.args(), ROWS)
+        found = flat(generate_rollout(None, 2, source).samples)
+        assert [sample.tokens for sample in found] == [[5, 6]] * 2
+        out = generate_rollout(None, 2, source, evaluation=True)
+        [rows] = out.data.values()
+        assert (rows["rewards"], rows["truncated"]) == ([0.0, 0.0], [False, False])
+        assert [sample.status for sample in rows["samples"]] == [Status.COMPLETED] * 2
+        found = flat(generate_rollout(None, 2, DataSource(step.args(), ROWS)).samples)
+        assert [sample.status for sample in found] == [Status.FAILED] * 2
+        assert "hf_checkpoint is not set" in found[0].metadata["fsm_rollout"]["error"]
 
 
 def test_a_step_can_run_beside_another_loop(start: Any) -> None:

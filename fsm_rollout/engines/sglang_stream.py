@@ -65,6 +65,7 @@ class Meta(msgspec.Struct, gc=False):
     spec_num_proposed_drafts: Any = None
     spec_accept_token_num: Any = None
     spec_draft_token_num: Any = None
+    spec_verify_ct: Any = None
     top_p_token_ids: Any = None
     top_p_token_offsets: Any = None
     top_p_kept_token_ids: Any = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.slime import record
+from fsm_rollout.adapters.slime.rewards import NO_REWARD, can_score
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -32,15 +33,18 @@ def outcome(args: Any, sample: Any, request: Request, *, has_reward: bool, evalu
     """
     is_aborted = request.status is Status.ABORTED
     if is_aborted and (evaluation or request.stop_reason not in ASKED_FOR):
-        return failed(sample, f"{request.stop_reason}: {request.error}", args, request)
+        why = f"{request.stop_reason}: {request.error}"
+        return failed(sample, why, args, request, evaluation=evaluation)
     rows, scores = [request.sample], False
     if not is_aborted:
         rows, refused = sift(request.rows, rewards=has_reward)
         if not rows:
-            return failed(sample, str(refused[0]), args, request)
+            return failed(sample, str(refused[0]), args, request, evaluation=evaluation)
         for no in refused:
             logger.warning("sample %s: one of its samples is left out: %s", sample.index, no)
         scores = has_reward or _scores_itself(args, sample)
+        if evaluation and scores and can_score(args) and any(row.reward is None for row in rows):
+            return failed(sample, NO_REWARD, args, request, evaluation=True)  # slime sums them up
         if sample.rollout_id is None:
             sample.rollout_id = request.index
     written = [sample, *(record.sibling_of(sample) for _ in rows[1:])]
@@ -48,15 +52,18 @@ def outcome(args: Any, sample: Any, request: Request, *, has_reward: bool, evalu
         for one, row in zip(written, rows, strict=True):
             reward = _reward(args, row, evaluation=evaluation) if scores else None
             record.write(one, row, request, args, reward=reward)
-    except ValueError as error:  # the trainer's Sample does not take it
-        return failed(sample, f"{type(sample).__name__} refused it: {error}", args, request)
+    except Exception as error:  # the trainer's Sample does not take it
+        why = f"{type(sample).__name__} refused it: {error!r}"
+        return failed(sample, why, args, request, evaluation=evaluation)
     return sample if len(written) == 1 else written
 
 
-def failed(sample: Any, why: str, args: Any, request: Request | None = None) -> Any:
+def failed(
+    sample: Any, why: str, args: Any, request: Request | None = None, *, evaluation: bool
+) -> Any:
     """The sample, FAILED and told in the log."""
     logger.warning("sample %s FAILED: %s", sample.index, why)
-    record.fail(sample, why, args, request)
+    record.fail(sample, why, args, request, evaluation=evaluation)
     return sample
 
 
@@ -70,8 +77,6 @@ def _scores_itself(args: Any, sample: Any) -> bool:
 
 
 def _reward(args: Any, row: Sample, *, evaluation: bool) -> Any:
-    """The number, or with --reward-key the mapping that slime looks it up in."""
-    key = getattr(args, "reward_key", None)
-    if evaluation:
-        key = getattr(args, "eval_reward_key", None) or key
-    return {**row.reward_parts, key: row.reward} if key and row.reward is not None else row.reward
+    if row.reward is None:
+        return None
+    return record.keyed(args, row.reward, row.reward_parts, evaluation=evaluation)

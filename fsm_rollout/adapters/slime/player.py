@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from fsm_rollout.adapters.slime.config import (
     sampling_of,
 )
 from fsm_rollout.adapters.slime.outcome import ASKED_FOR, failed, outcome
+from fsm_rollout.adapters.slime.tracker import tell
 from fsm_rollout.codec import Codec
 from fsm_rollout.config import imported, template_text
 from fsm_rollout.dataset import present
@@ -47,8 +47,6 @@ from fsm_rollout.tools.registry import Toolset
 
 logger = logging.getLogger(__name__)
 
-PLAYED: ContextVar[list[Request] | None] = ContextVar("PLAYED", default=None)
-"""where the requests that ended are put, for whoever makes metrics of them"""
 _PLAYERS: dict[asyncio.AbstractEventLoop, dict[bytes, Player]] = {}
 _ENDING: set[asyncio.AbstractEventLoop] = set()
 _MOST_VARIANTS = 64
@@ -67,11 +65,10 @@ async def generate(
     for flag in ("hf_checkpoint", "sglang_router_ip", "sglang_router_port"):
         if not getattr(args, flag, None):
             why = f"args.{flag} is not set: there is no policy to sample from"
-            logger.error("sample %s: %s", sample.index, why)
-            record.fail(sample, why, args)
-            return sample
+            return failed(sample, why, args, evaluation=evaluation)
     sampling = sampling_of(sampling_params)
-    return await player_of(args, sampling.stop).play(args, sample, sampling, evaluation=evaluation)
+    player = player_of(args, sampling.stop)
+    return player.shaped(await player.play(args, sample, sampling, evaluation=evaluation))
 
 
 def player_of(args: Any, stop: tuple[str, ...] = ()) -> Player:
@@ -91,6 +88,7 @@ _BUILT_OF = (
     "sglang_router_port",
     "hf_checkpoint",
     "custom_config_path",
+    "chat_template_path",
     "rollout_top_p",
     "rollout_seed",
     "use_rollout_routing_replay",
@@ -143,7 +141,8 @@ class Player:
                 _tokenizer(args.hf_checkpoint),
                 tools=tools.schemas,
                 parser=config.parser,
-                chat_template=template_text(config.chat_template, folder),
+                chat_template=template_text(config.chat_template, folder)
+                or template_text(getattr(args, "chat_template_path", None), Path.cwd()),  # miles
                 template_kwargs=getattr(args, "apply_chat_template_kwargs", None),
             ),
             tools=tools,
@@ -163,7 +162,7 @@ class Player:
         self._variants: dict[tuple[Limits, SamplingParams], Rollout] = {}
         self._parked: dict[str, tuple[Request, weakref.finalize[..., Any]]] = {}
         self._loop = asyncio.get_running_loop()
-        self._has_warned = not tools
+        self._has_warned, self._fans_out = not tools, False
 
     async def play(self, args: Any, sample: Any, sampling: Sampling, *, evaluation: bool) -> Any:
         """See `generate`."""
@@ -177,7 +176,8 @@ class Player:
             request = request or await self._request(rollout, sample)
         except Exception as error:  # its row: the others may be good
             why = str(error) if isinstance(error, ConfigError) else repr(error)
-            return failed(sample, f"its row does not fit: {why}", args)
+            why = f"its row does not fit: {why}"
+            return failed(sample, why, args, evaluation=evaluation)
         try:
             await self._attempts(rollout, request)
         except asyncio.CancelledError:
@@ -185,7 +185,7 @@ class Player:
             raise
         except Exception as error:
             logger.exception("sample %s: a bug", sample.index)
-            return failed(sample, f"a bug: {error!r}", args, request)
+            return failed(sample, f"a bug: {error!r}", args, request, evaluation=evaluation)
         finally:
             if goes_on and request.status is Status.ABORTED and _may_go_on(request):
                 self._park(sample, request)
@@ -193,10 +193,21 @@ class Player:
                 await rollout.loop.release(request)
                 if request.is_done:
                     request.seal()
-        if (played := PLAYED.get()) is not None and request.is_sealed:
-            played.append(request)
+        if request.is_sealed:
+            tell(args, request, evaluation=evaluation)
         has_reward = self.config.reward is not None
         return outcome(args, sample, request, has_reward=has_reward, evaluation=evaluation)
+
+    def shaped(self, played: Any) -> Any:
+        """A list once any rollout was one: slime's own loop flattens all or none of a batch.
+
+        But not what is played again: of a list slime does not see that it was aborted.
+        """
+        if isinstance(played, list):
+            self._fans_out = True
+        elif self._fans_out and not record.is_status(played, "aborted"):
+            return [played]
+        return played
 
     async def abort(self) -> None:
         """Have the servers give back what they have; see `ending`, which keeps turns from it."""
@@ -232,21 +243,28 @@ class Player:
         """A new request of the sample's row. ConfigError when the row does not fit."""
         if any(value is not None for value in (sample.multimodal_inputs or {}).values()):
             raise ConfigError("it has images, audio or video, which no codec can encode yet")
+        if not isinstance(sample.metadata or {}, Mapping):
+            kind = type(sample.metadata).__name__
+            raise ConfigError(
+                f"its metadata is a {kind}; --metadata-key names a column of mappings"
+            )
         metadata = {k: v for k, v in (sample.metadata or {}).items() if k != KEY}
+        vocabulary = rollout.codec.vocabulary
+        ids = list(sample.tokens[: len(sample.tokens) - sample.response_length])
+        has_ids = bool(ids) and not (sample.prompt and sample.response_length)
         row = {
-            "prompt": sample.prompt,
+            "prompt": sample.prompt or vocabulary.decode(ids),
             "label": sample.label,
             "metadata": metadata,
             "tools_kwargs": present(metadata.get("tools_kwargs") or {}),
         }
         request = rollout.request(row, index=sample.index, group_index=sample.group_index)
         request.sample.session_id = record.session_of(sample)
-        if sample.tokens and not sample.response_length:
-            request.prompt_ids = sample.tokens
+        if has_ids:  # of slime's own, or of who made the sample
+            request.prompt_ids = ids
         elif isinstance(sample.prompt, str):  # rendered by slime, or meant to be read as it is
             self._warn_of_untold_tools(sample.prompt)
-            encode = rollout.codec.vocabulary.encode
-            request.prompt_ids = await asyncio.to_thread(encode, sample.prompt)
+            request.prompt_ids = await asyncio.to_thread(vocabulary.encode, sample.prompt)
         return request
 
     def _warn_of_untold_tools(self, prompt: str) -> None:

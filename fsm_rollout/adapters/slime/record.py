@@ -105,22 +105,40 @@ def write(sample: Any, row: Sample, request: Request, args: Any, *, reward: Any)
     _count(sample, row, request.metrics)
 
 
-def fail(sample: Any, why: str, args: Any, request: Request | None = None) -> None:
+def fail(
+    sample: Any,
+    why: str,
+    args: Any,
+    request: Request | None = None,
+    *,
+    evaluation: bool = False,
+) -> None:
     """FAILED, for good: two tokens that are not trained, and the reason in the metadata.
 
     Its reward is 0.0, since slime's metrics take no None; `post_process_rewards` leaves it out.
     """
+    category = getattr(args, "log_reward_category", None)  # a key that slime's metrics look up
     clear(sample)
     _stand_in(sample, args)
     sample.remove_sample = True
-    key = getattr(args, "reward_key", None)
-    sample.reward = {key: 0.0} if key else 0.0
+    parts = {category: "failed"} if category else {}
+    sample.reward = keyed(args, 0.0, parts, evaluation=evaluation)
     set_status(sample, "failed")
     _describe(sample, request)
     sample.metadata[KEY]["error"] = why
 
 
-def fault_of(sample: Any) -> str:
+def keyed(args: Any, value: float, parts: Mapping[str, Any], *, evaluation: bool) -> Any:
+    """The number, or with --reward-key the mapping that slime looks it up in.
+
+    Of an evaluation slime's metrics want the one key, and its result --eval-reward-key.
+    """
+    names = ("reward_key", "eval_reward_key") if evaluation else ("reward_key",)
+    keys = [key for name in names if (key := getattr(args, name, None))]
+    return {**parts, **dict.fromkeys(keys, value)} if keys else value
+
+
+def fault_of(sample: Any, args: Any) -> str:
     """Why a trainer must not have a sample, from whatever function it came; '': it may.
 
     What slime itself doesn't look at, or only to stop the whole step.
@@ -144,11 +162,27 @@ def fault_of(sample: Any) -> str:
             return "rollout_log_probs are not all finite"
         if (clamped := values < LOG_PROB_FLOOR).any():
             return f"a rollout_log_prob is {values[clamped][0]:g}: a clamp, not a probability"
-    offsets = getattr(sample, "rollout_top_p_token_offsets", None)
+    return _replay_fault(sample, args)
+
+
+def _replay_fault(sample: Any, args: Any) -> str:
+    """slime replays what its flags say, of every sample."""
+    length, total = sample.response_length, len(sample.tokens)
+    ids, offsets, experts = (
+        getattr(sample, f"rollout_{name}", None)
+        for name in ("top_p_token_ids", "top_p_token_offsets", "routed_experts")
+    )
     if offsets is not None and len(offsets) != length + 1:
         return f"{len(offsets)} top-p offsets for response_length {length}"
-    experts = getattr(sample, "rollout_routed_experts", None)
-    if experts is not None and len(experts) != total - 1:
+    if hasattr(sample, "rollout_top_p_token_ids") and getattr(args, "rollout_top_p", 1.0) != 1.0:
+        if ids is None or offsets is None:
+            return "it has no top-p ids, and --rollout-top-p is not 1"
+        if int(offsets[-1]) != len(ids):
+            return f"its top-p offsets end at {int(offsets[-1])} of {len(ids)} ids"
+    if experts is None:
+        if getattr(args, "use_rollout_routing_replay", False):
+            return "it has no routed experts, and --use-rollout-routing-replay is set"
+    elif len(experts) != total - 1:
         return f"{len(experts)} rows of routed experts for {total} tokens"
     return ""
 
@@ -249,6 +283,7 @@ def _count(sample: Any, row: Sample, metrics: Mapping[str, float]) -> None:
         "spec_info": {
             "spec_accept_token_num": metrics.get("engine/spec_accepted_tokens", 0),
             "spec_draft_token_num": metrics.get("engine/spec_draft_tokens", 0),
+            "spec_verify_ct": metrics.get("engine/spec_verify_count", 0),
             "completion_token_num": int(row.sampled.sum()),
         },
     }

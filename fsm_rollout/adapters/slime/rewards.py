@@ -20,6 +20,7 @@ from fsm_rollout.tools.registry import Toolset
 
 logger = logging.getLogger(__name__)
 
+NO_REWARD = "its tools gave no reward, which is not 0"
 _BY_GROUP = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 
 
@@ -32,17 +33,18 @@ async def reward(args: Any, sample: Any, **kwargs: Any) -> Any:
     if isinstance(sample, list):
         return [await reward(args, one) for one in sample]
     if sample.reward is None and not is_status(sample, "aborted"):
-        if not _can_score(args):
+        if not can_score(args):
             raise HandOverError(
                 f"sample {sample.index} has no reward: give the rollout one (`reward` of fsm.yaml, "
                 "or a tool's calc_reward), or slime a reward model of yours (--custom-rm-path, "
                 "--rm-type)"
             )
-        _take_out(args, sample, "its tools gave no reward, which is not 0")
+        _take_out(args, sample, NO_REWARD)
     return sample.reward
 
 
-def _can_score(args: Any) -> bool:
+def can_score(args: Any) -> bool:
+    """The rollouts of this run can have rewards of their own."""
     config = config_of(args)
     tools = Toolset(config.tools)
     return config.reward is not None or any("calc_reward" in tools[t].own_hooks for t in tools)
@@ -56,7 +58,7 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     trained on are told in the log, taken out of the step (`remove_sample`) and of every mean;
     their normalised reward is 0.0. Raises HandOverError when none is left.
     """
-    estimator = getattr(args, "advantage_estimator", "grpo")
+    estimator = getattr(args, "advantage_estimator", None)
     by_group = estimator in _BY_GROUP and getattr(args, "rewards_normalization", True)
     used = [_is_used(args, sample, by_group=by_group) for sample in samples]
     used = _alike(args, samples, used)
@@ -85,6 +87,19 @@ def post_process_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float]
     return raw, normalised
 
 
+def take_out_unscored(args: Any, samples: Sequence[Any]) -> None:
+    """Samples without a reward, before slime's metrics round it; those of PPO look at none.
+
+    What is no number is left alone: a distillation keeps the teacher's answer there.
+    """
+    rounds = getattr(args, "advantage_estimator", None) != "ppo"
+    for sample in samples:
+        if is_status(sample, "aborted", "pending"):
+            _take_out(args, sample, fault_of(sample, args))
+        elif rounds and sample.reward is None:
+            _take_out(args, sample, "it has no reward, which is not 0")
+
+
 def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
     """Of a group with these rewards of each rollout's samples."""
     uneven = [values for values in rollouts if min(values) != max(values)]
@@ -94,7 +109,7 @@ def _baseline(rollouts: list[list[float]]) -> tuple[float, float]:
 
 def _is_used(args: Any, sample: Any, *, by_group: bool) -> bool:
     """Whether it is trained; one that must not be is made one that harms nothing."""
-    why = fault_of(sample)
+    why = fault_of(sample, args)
     if not why and sample.loss_mask is not None and not any(sample.loss_mask):
         return False  # nothing is trained, so nothing is compared
     if not why and not sample.remove_sample:

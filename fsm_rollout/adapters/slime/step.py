@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 from fsm_rollout.adapters.slime import record
-from fsm_rollout.adapters.slime.config import config_of, sampling_of
-from fsm_rollout.adapters.slime.player import PLAYED, Player, ending, generate, player_of
+from fsm_rollout.adapters.slime.config import sampling_of
+from fsm_rollout.adapters.slime.player import Player, ending, generate, player_of
+from fsm_rollout.adapters.slime.tracker import PLAYED, alarm_of, of_evaluation
+from fsm_rollout.adapters.slime.trainer import part_of
 from fsm_rollout.errors import ConfigError
-from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
 
 logger = logging.getLogger(__name__)
@@ -34,38 +34,59 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """One step: `rollout_batch_size` groups of `n_samples_per_prompt`, sorted by index.
 
     Returns slime's RolloutFnTrainOutput, or with `evaluation` its RolloutFnEvalOutput. Groups that
-    were interrupted go back to `data_source`.
+    were interrupted go back to `data_source`. Without flags, `args` None, there is no policy: a
+    group that is over stays as it is, and one that is not is FAILED.
     """
-    if evaluation:
-        name = "custom_generate_function_path"
-        sets = getattr(args, "eval_datasets", None) or [None]
-        if not all(getattr(args, name, None) or getattr(one, name, None) for one in sets):
-            raise ConfigError(
-                "an evaluation needs --custom-generate-function-path "
-                "fsm_rollout.adapters.slime.generate: slime's own evaluation plays through it"
-            )
-        return _of("rollout.sglang_rollout", "generate_rollout")(
-            args, rollout_id, data_source, evaluation=True
-        )
-    groups, played, metrics = _of("utils.async_utils", "run")(_step(args, rollout_id, data_source))
+    args = Namespace() if args is None else args
+    if evaluation and getattr(args, "eval_datasets", None):
+        return _evaluation(args, rollout_id, data_source)
+    groups, played, metrics = part_of("run", "utils.async_utils")(
+        _step(args, rollout_id, data_source)
+    )
+    if evaluation:  # of no data set, so of the next rows
+        samples = list(_flat(groups))
+        rows = {
+            "rewards": [sample.reward for sample in samples],
+            "truncated": [record.is_status(sample, "truncated") for sample in samples],
+            "samples": samples,
+        }
+        return part_of("RolloutFnEvalOutput", "rollout.base_types")(data={"rows": rows})
     if path := getattr(args, "rollout_sample_filter_path", None):
-        _of("utils.misc", "load_function")(path)(args, groups)
+        part_of("load_function", "utils.misc")(path)(args, groups)
     if path := getattr(args, "rollout_all_samples_process_path", None):
-        _of("utils.misc", "load_function")(path)(args, played, data_source)
-    return _of("rollout.base_types", "RolloutFnTrainOutput")(samples=groups, metrics=metrics)
+        part_of("load_function", "utils.misc")(path)(args, played, data_source)
+    return part_of("RolloutFnTrainOutput", "rollout.base_types")(samples=groups, metrics=metrics)
+
+
+def _evaluation(args: Any, rollout_id: int, data_source: Any) -> Any:
+    """slime's own, which plays through `generate`, with our metrics."""
+    name = "custom_generate_function_path"
+    if not all(getattr(args, name, None) or getattr(s, name, None) for s in args.eval_datasets):
+        raise ConfigError(
+            "an evaluation needs --custom-generate-function-path "
+            "fsm_rollout.adapters.slime.generate: slime's own evaluation plays through it"
+        )
+    ended: list[Request] = []
+    before = PLAYED.set(ended)  # slime's loop inherits it
+    try:
+        theirs = part_of("generate_rollout", "rollout.sglang_rollout")
+        output = theirs(args, rollout_id, data_source, evaluation=True)
+    finally:
+        PLAYED.reset(before)
+    output.metrics = {**(output.metrics or {}), **of_evaluation(args, ended)}
+    return output
 
 
 async def _step(
     args: Any, rollout_id: int, data_source: Any
 ) -> tuple[list[Any], list[Any], dict[str, float]]:
     """The groups of the batch, all that were played to their end, and the step's metrics."""
-    target, started = args.rollout_batch_size, time.monotonic()
-    alarm = Alarm(default=config_of(args).max_abort_rate)
+    target, started = getattr(args, "rollout_batch_size", None) or 1, time.monotonic()
+    alarm = alarm_of(args)
     ended: list[Request] = []
     PLAYED.set(ended)  # the tasks below inherit it
     ask_for = getattr(args, "over_sampling_batch_size", None) or target
     params, drops = _sampling_params(args), _dynamic_filter(args)
-    player = player_of(args, sampling_of(params).stop)
     kept: list[Any] = []
     played: list[Any] = []
     dropped: Counter[str] = Counter()
@@ -96,7 +117,7 @@ async def _step(
         del kept[target:]
         if getattr(args, "partial_rollout", False):
             with ending():
-                await _interrupt(player, running)
+                await _interrupt(player_of(args, sampling_of(params).stop), running)
     finally:
         for task in running:
             task.cancel()
@@ -109,7 +130,7 @@ async def _step(
         "rollout/failed": sum(record.is_status(sample, "failed") for sample in _flat(kept)),
         "rollout/aborted_groups": aborts.total(),
     }
-    return sorted(kept, key=_index), sorted(played, key=_index), metrics
+    return sorted(_even(kept), key=_index), sorted(played, key=_index), metrics
 
 
 async def _play(args: Any, group: list[Any], params: Mapping[str, Any]) -> None:
@@ -128,10 +149,10 @@ async def _play_one(args: Any, group: list[Any], place: int, params: Mapping[str
     sample = group[place]
     if not isinstance(sample, list) and record.is_status(sample, "pending", "aborted"):
         path = getattr(args, "custom_generate_function_path", None)
-        play = _of("utils.misc", "load_function")(path) if path else generate
+        play = part_of("load_function", "utils.misc")(path) if path else generate
         group[place] = await play(args, sample, dict(params))
         if getattr(args, "rollout_sample_hook_path", None):
-            hooks = _of("rollout.sample_hooks", "apply_rollout_sample_hooks")
+            hooks = part_of("apply_rollout_sample_hooks", "rollout.sample_hooks")
             group[place] = await hooks(args, group[place], evaluation=False)
     if not getattr(args, "group_rm", False):
         await _score(args, group[place])
@@ -142,7 +163,7 @@ async def _score(args: Any, played: Any) -> None:
     for sample in _flat(played):
         if sample.reward is None and not record.is_status(sample, "aborted"):
             try:
-                sample.reward = await _of("rollout.rm_hub", "async_rm")(args, sample)
+                sample.reward = await part_of("async_rm", "rollout.rm_hub")(args, sample)
             except Exception as error:
                 logger.exception("sample %s: the reward model failed", sample.index)
                 record.fail(sample, f"the reward model failed: {error!r}", args)
@@ -167,7 +188,7 @@ async def _score_group(args: Any, played: list[Any]) -> None:
     scored = [sample for sample in samples if not record.is_status(sample, "failed")]
     if not scored:
         return
-    score: Callable[..., Awaitable[list[Any]]] = _of("rollout.rm_hub", "batched_async_rm")
+    score: Callable[..., Awaitable[list[Any]]] = part_of("batched_async_rm", "rollout.rm_hub")
     try:
         rewards = await score(args, scored)
         for sample, reward in zip(scored, rewards, strict=True):
@@ -200,7 +221,8 @@ def _mask_earlier_steps(args: Any, rollout_id: int, groups: list[Any]) -> None:
     """What other weights sampled, also in samples that were over before the rest of their group."""
     if getattr(args, "mask_offpolicy_in_partial_rollout", False):
         for sample in _flat(groups):
-            if (sample.metadata or {}).get("start_rollout_id", rollout_id) != rollout_id:
+            known = sample.metadata if isinstance(sample.metadata, Mapping) else {}
+            if known.get("start_rollout_id", rollout_id) != rollout_id:
                 sample.loss_mask = [0] * sample.response_length
 
 
@@ -220,14 +242,14 @@ def _dynamic_filter(args: Any) -> Callable[[list[Any], int, int], str | None]:
     path = getattr(args, "dynamic_sampling_filter_path", None)
     if path is None:
         return lambda group, remaining, target: None
-    function = _of("utils.misc", "load_function")(path)
+    function = part_of("load_function", "utils.misc")(path)
     call, drops = (
-        _of("rollout.filter_hub.base_types", name)
+        part_of(name, "rollout.filter_hub.base_types")
         for name in ("call_dynamic_filter", "should_drop_dynamic_filter_output")
     )
 
     def reason(group: list[Any], remaining: int, target: int) -> str | None:
-        output = call(function, args, group)
+        output = call(function, args, list(_flat(group)))
         if drops(output, remaining_batch_size=remaining, target_data_size=target):
             return str(output.reason or "no_reason")
         return None
@@ -237,17 +259,27 @@ def _dynamic_filter(args: Any) -> Callable[[list[Any], int, int], str | None]:
 
 def _sampling_params(args: Any) -> dict[str, Any]:
     return {
-        "temperature": args.rollout_temperature,
-        "top_p": args.rollout_top_p,
-        "top_k": args.rollout_top_k,
-        "max_new_tokens": args.rollout_max_response_len,
-        "stop": getattr(args, "rollout_stop", None),
-        "stop_token_ids": getattr(args, "rollout_stop_token_ids", None),
+        name: getattr(args, f"rollout_{flag}", None)
+        for name, flag in (
+            ("temperature", "temperature"),
+            ("top_p", "top_p"),
+            ("top_k", "top_k"),
+            ("max_new_tokens", "max_response_len"),
+            ("stop", "stop"),
+            ("stop_token_ids", "stop_token_ids"),
+        )
     }
 
 
 def _is_aborted(group: list[Any]) -> bool:
     return any(record.is_status(sample, "aborted", "pending") for sample in _flat(group))
+
+
+def _even(groups: list[Any]) -> list[Any]:
+    """All rollouts lists as soon as one is: slime flattens a batch by the shape of the first."""
+    if not any(isinstance(one, list) for group in groups for one in group):
+        return groups
+    return [[one if isinstance(one, list) else [one] for one in group] for group in groups]
 
 
 def _index(group: list[Any]) -> int:
@@ -262,11 +294,3 @@ def _flat(played: Any) -> Iterator[Any]:
             yield from _flat(one)
     else:
         yield played
-
-
-def _of(module: str, name: str) -> Any:
-    """A part of the trainer that calls, slime or miles: it is loaded already."""
-    for trainer in ("slime", "miles"):
-        if trainer in sys.modules:
-            return getattr(import_module(f"{trainer}.{module}"), name)
-    raise ConfigError("generate_rollout runs inside slime or miles, and neither is loaded")

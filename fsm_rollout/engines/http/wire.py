@@ -58,7 +58,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     top_p: TopP | None = None
     routed_experts: RoutedExperts | None = None
     counters: Mapping[str, int | float] = {}
-    """cached_tokens, spec_accepted_tokens, spec_draft_tokens"""
+    """cached_tokens, spec_accepted_tokens, spec_draft_tokens, spec_verify_count"""
 
 
 class Stream(Protocol):
