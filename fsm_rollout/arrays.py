@@ -96,5 +96,5 @@ def view(buffer: Any, dtype: Any, *, copied: bool = False) -> npt.NDArray[Any]:
     found = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
     if copied:
         return found.copy()
-    found.flags.writeable = False
+    found.setflags(write=False)
     return found

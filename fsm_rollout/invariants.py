@@ -65,10 +65,11 @@ def violations(sample: Sample, *, at_rest: bool = False) -> list[Violation]:
     """
     found: list[Violation] = []
     look = Look(sample)
-    for code, check in (*INVARIANTS.items(), *(AT_REST.items() if at_rest else ())):
-        found += [Violation(code, message) for message in check(look)]
-        if code == "R3.1" and found:
-            break
+    for checks in (INVARIANTS, AT_REST) if at_rest else (INVARIANTS,):
+        for code, check in checks.items():
+            found += [Violation(code, message) for message in check(look)]
+            if found and code == "R3.1":
+                return found
     return found
 
 
@@ -128,12 +129,9 @@ def log_probs_belong_to_sampled_tokens(look: Look) -> Iterator[str]:
     if log_probs is None:
         return
     good = (log_probs >= LOG_PROB_FLOOR) & (log_probs <= LOG_PROB_CEILING)  # NaN is not good
-    good &= sampled | (log_probs == 0)
-    if not (wrong := (~good).nonzero()[0]).size:
-        return
-    if (bad := wrong[sampled[wrong]]).size:
+    if (bad := (sampled > good).nonzero()[0]).size:
         yield f"{bad.size} log-probs out of range, {log_probs[bad[0]]} at {bad[0]} of R"
-    if (extra := wrong[~sampled[wrong]]).size:
+    if (extra := ((log_probs != 0) > sampled).nonzero()[0]).size:
         yield f"{extra.size} tokens that were not sampled have a log-prob, the first at {extra[0]}"
 
 
@@ -144,19 +142,24 @@ def runs_and_replay_cover_the_sampled_tokens(look: Look) -> Iterator[str]:
     Forced spans lie in the turn, in order and disjoint. An observation has none of all this.
     """
     for number, turn in enumerate(look.sample.turns):
-        counts = [count for _, count in turn.weight_versions]
-        if sum(counts) != turn.num_sampled or min(counts or [1]) < 1:
+        covered, least = 0, 1
+        for _, count in turn.weight_versions:
+            covered += count
+            least = min(least, count)
+        if covered != turn.num_sampled or least < 1:
             yield (
                 f"turn {number}: version runs {turn.weight_versions} for {turn.num_sampled} "
                 "sampled tokens"
             )
+        if not turn.forced:
+            continue
         at = turn.start
         for start, stop in turn.forced:
             if not at <= start < stop <= turn.stop:
                 yield f"turn {number}: forced {turn.forced} do not fit [{turn.start}, {turn.stop})"
                 break
             at = stop
-        if turn.forced and turn.kind != "model":
+        if turn.kind != "model":
             yield f"turn {number}: forced {turn.forced} in an observation"
     if (replay := look.sample.columns.replay) is not None:
         yield from _replay_covers_the_sampled_tokens(look, replay)
@@ -246,8 +249,8 @@ def media_spans_lie_inside(look: Look) -> Iterator[str]:
 def calls_lie_in_their_turn(look: Look) -> Iterator[str]:
     """A call's tokens are tokens of the turn that made it."""
     for number, turn in enumerate(look.sample.turns):
-        size = turn.stop - turn.start
         for call in turn.calls:
+            size = turn.stop - turn.start
             if call.span is not None and not 0 <= call.span[0] <= call.span[1] <= size:
                 yield f"turn {number}: call {call.id!r} spans {call.span} of {size} tokens"
 
@@ -259,10 +262,10 @@ def the_turns_agree_with_the_outcome(look: Look) -> Iterator[str]:
     if not sample.status.is_terminal:
         yield f"status {sample.status}: it has not ended"
     reason = sample.stop_reason
-    turns = [(number, turn) for number, turn in enumerate(sample.turns) if turn.kind == "model"]
-    if not turns:
+    numbers = [number for number, turn in enumerate(sample.turns) if turn.kind == "model"]
+    if not numbers:
         return
-    number, turn = turns[-1]
+    number, turn = numbers[-1], sample.turns[numbers[-1]]
     if turn.is_open and sample.status is Status.COMPLETED:
         yield f"turn {number} is open (finish {turn.finish}), the status is {sample.status}"
     is_last = not sample.continued_by

@@ -147,7 +147,7 @@ class Sample:
     @property
     def sampled(self) -> npt.NDArray[np.uint8]:
         """uint8 [R]: 1 where the policy's engine returned the token, whatever is trained."""
-        return sampled_of(self.turns, self.response_length)
+        return sampled_of(self.turns)
 
     @property
     def weight_versions(self) -> list[Run]:

@@ -104,7 +104,10 @@ class Turn:
         """Tokens of this turn that the policy sampled."""
         if self.kind != "model":
             return 0
-        return self.stop - self.start - sum([stop - start for start, stop in self.forced])
+        count = self.stop - self.start
+        for start, stop in self.forced:
+            count -= stop - start
+        return count
 
     def put_in(self, count: int) -> None:
         """Note that the next `count` tokens are forced; spans that touch are one."""
@@ -229,14 +232,13 @@ def _finish(finish: Any) -> str | None:
     return finish
 
 
-def sampled_of(turns: Sequence[Turn], response: int) -> npt.NDArray[np.uint8]:
-    """uint8 [response]: 1 where the policy's engine returned the token."""
-    sampled = np.zeros(response, np.uint8)
+def sampled_of(turns: Sequence[Turn]) -> npt.NDArray[np.uint8]:
+    """uint8 [R]: 1 where the policy's engine returned the token, of turns that tile them."""
+    spans = [(b"\1" if t.kind == "model" else b"\0") * (t.stop - t.start) for t in turns]
+    sampled = np.frombuffer(bytearray().join(spans), np.uint8)
     for turn in turns:
-        if turn.kind == "model":
-            sampled[turn.start : turn.stop] = 1
-            for start, stop in turn.forced:
-                sampled[start:stop] = 0
+        for start, stop in turn.forced:
+            sampled[start:stop] = 0
     return sampled
 
 

@@ -166,7 +166,7 @@ async def train(
     tool: type[Tool],
 ) -> tuple[Curve, list[Sample]]:
     """Train `model` in place. Returns its curve and the samples of the last evaluation."""
-    # cache_tokens: the conversations are shorter than what looking for shared prefixes costs
+    # cache_tokens: conversations this short gain nothing by keys and values that are kept
     engine = TransformersEngine(model, max_batch=512, prefill_tokens=16_384, cache_tokens=0)
     rollout = Rollout(
         engine,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from fsm_rollout.adapters.handover import require, trained
 from fsm_rollout.sample import Sample
 
@@ -62,18 +64,15 @@ def laid_out(
 
 
 def _row(sample: Sample, convention: Convention) -> dict[str, list[Any]]:
-    tokens, start = sample.tokens.tolist(), sample.prompt_length
-    given = sample.rollout_log_probs
+    ids, start, is_trained = sample.tokens, sample.prompt_length, trained(sample) == 1
+    given, untrained = sample.rollout_log_probs, convention.untrained_mask
     assert given is not None  # `require` refused the others
-    untrained, shift = convention.untrained_mask, int(bool(convention.targets))
-    mask: list[int] = [untrained] * start
-    log_probs = [convention.untrained_log_prob] * start
-    for token, is_trained, log_prob in zip(
-        tokens[start:], trained(sample).tolist(), given.tolist(), strict=True
-    ):
-        mask.append((1 if untrained == 0 else token) if is_trained else untrained)
-        log_probs.append(log_prob if is_trained else convention.untrained_log_prob)
-    first = start if convention.over == "R" else shift
+    tokens, shift = ids.tolist(), int(bool(convention.targets))
+    before, first = (0, 0) if convention.over == "R" else (start, shift)
+    marked = np.where(is_trained, 1 if untrained == 0 else ids[start:], untrained)
+    mask = [untrained] * before + marked.tolist()
+    known = np.where(is_trained, given, np.float32(convention.untrained_log_prob))
+    log_probs = [convention.untrained_log_prob] * before + known.tolist()
     row = {
         convention.ids: tokens[start if convention.prompt else 0 : len(tokens) - shift],
         convention.mask: mask[first:],

@@ -117,8 +117,7 @@ def padded(
         given = [sample.rollout_log_probs for sample in rows]
         batch["rollout_log_probs"] = layout.column("R", given, np.float32)
     if rewards:
-        scores = [_scores(sample, turn_rewards=turn_rewards) for sample in rows]
-        batch["rm_scores"] = layout.column("R", scores, np.float32)
+        batch["rm_scores"] = _scores(layout, turn_rewards=turn_rewards)
     return _with_columns(batch, layout, columns)
 
 
@@ -170,17 +169,20 @@ def _with_columns(
     return {name: tensor(values) for name, values in (batch | more).items()}
 
 
-def _scores(sample: Sample, *, turn_rewards: bool) -> npt.NDArray[np.float32] | None:
-    """float32 [R]: where the sample's reward stands; None: it has no token to stand on."""
-    if not sample.response_length:
-        return None
-    scores, last = np.zeros(sample.response_length, np.float32), sample.response_length - 1
-    left = sample.reward or 0.0
-    if turn_rewards:
-        mask = trained(sample)
-        last = int(mask.nonzero()[0][-1]) if mask.any() else last
-        for at, reward in placed_turn_rewards(sample):
-            scores[at] += reward
-            left -= reward
-    scores[last] += left
+def _scores(layout: Layout, *, turn_rewards: bool) -> npt.NDArray[np.float32]:
+    """float32 [B, R]: each reward where it stands; a sample without a response has no place."""
+    scores = layout.column("R", [None] * len(layout.rows), np.float32)
+    flat = scores.reshape(-1)
+    for sample, start, count in zip(
+        layout.rows, layout.starts["R"], layout.counts["R"], strict=True
+    ):
+        left, last = sample.reward or 0.0, start + count - 1
+        if turn_rewards:
+            places = trained(sample).nonzero()[0]
+            last = start + int(places[-1]) if len(places) else last
+            for at, reward in placed_turn_rewards(sample):
+                flat[start + at] += reward
+                left -= reward
+        if count:
+            flat[last] += left
     return scores

@@ -16,23 +16,21 @@ it. So a common prompt is computed once, and a session's next turn computes its 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from concurrent.futures import Future
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
 from fsm_rollout.engines.base import Finish, SamplingParams
+from fsm_rollout.engines.kept import Ids, Kept, common
 from fsm_rollout.engines.ragged import SPARE, KeyValues, Span, forward
 from fsm_rollout.engines.sampler import sample
 from fsm_rollout.errors import EngineError
 from fsm_rollout.limits import StopReason
 
 logger = logging.getLogger(__name__)
-
-Ids = npt.NDArray[np.int32]
 
 
 class Row:
@@ -98,10 +96,9 @@ class Batcher:
         self._model = model
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
-        self._cache_tokens = cache_tokens
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
-        self._kept: OrderedDict[str, tuple[Ids, KeyValues]] = OrderedDict()  # by session
+        self._kept = Kept(cache_tokens)
         self._weights: list[tuple[int, int]] = []
 
     @property
@@ -190,21 +187,19 @@ class Batcher:
 
     def _reuse(self, row: Row) -> KeyValues | None:
         """The longest known prefix of the row's prompt; None while that is still being computed."""
-        own = self._kept.get(row.session_id)
-        sequences = [own] if own else []
-        sequences += self._kept.values()
-        sequences += [(other.ids[: other.size], other.cache) for other in self._rows]
         prompt = row.ids[: row.size - 1]  # the last token is computed anew: its logits are needed
-        shared, ready, cache = 0, 0, KeyValues()
-        for ids, candidate in sequences:
-            length = _common(ids, prompt)
-            computed = min(length, candidate.length)
+        shared, session = self._kept.longest(prompt, row.session_id)
+        ready, cache = shared, KeyValues() if session is None else self._kept[session]
+        is_own = session == row.session_id
+        for other in self._rows:
+            length = common(other.ids[: other.size], prompt)
+            computed = min(length, other.cache.length)
             if (length, computed) > (shared, ready):
-                shared, ready, cache = length, computed, candidate
+                shared, ready, cache, is_own = length, computed, other.cache, False
         if ready < shared:
             return None
-        if own and cache is own[1]:
-            del self._kept[row.session_id]
+        if is_own:
+            self._kept.take(row.session_id)
             cache.length = shared
             return cache
         return cache.fork(shared, capacity=row.size + SPARE)
@@ -254,10 +249,7 @@ class Batcher:
         """Take the row out, answer it, and keep its sequence for the session's next turn."""
         if row in self._rows:
             self._rows.remove(row)
-            self._kept[row.session_id] = row.ids[: row.cache.length].copy(), row.cache
-            self._kept.move_to_end(row.session_id)
-            while sum(cache.length for _, cache in self._kept.values()) > self._cache_tokens:
-                self._kept.popitem(last=False)
+            self._kept.put(row.session_id, row.ids[: row.cache.length], row.cache)
         else:
             self._waiting.remove(row)
         row.resolve(finish)
@@ -274,10 +266,3 @@ def _stamps(model: PreTrainedModel) -> list[tuple[int, int]]:
 def _span(row: Row, count: int) -> Span:
     start = row.cache.length
     return Span(row.cache, row.ids[start : start + count].tolist())
-
-
-def _common(left: Ids, right: Ids) -> int:
-    """How many ids the two have in common from the start."""
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    return int(differs.argmax()) if differs.any() else size

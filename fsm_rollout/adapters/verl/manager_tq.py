@@ -23,7 +23,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from fsm_rollout.adapters.handover import trained
 from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, rows_of
-from fsm_rollout.adapters.verl.loop import outputs_of
+from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
 from fsm_rollout.adapters.verl.player import Player
 from fsm_rollout.request import Request
@@ -106,7 +106,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         metrics, reward = metrics_of(request), request.reward if player.gives_rewards else None
         told: dict[str, Any] = {} if reward is None else {"reward_extra_info": {"score": reward}}
         if samples and reward is None and self.reward_loop_worker_handles is not None:
-            outputs = outputs_of(player, request)
+            outputs = [output_of(player, request, sample) for sample in samples]
             try:
                 reward = await self.score(outputs, columns)
             except Exception as error:  # of a reward function, in verl's process for it
