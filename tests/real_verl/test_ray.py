@@ -9,8 +9,6 @@ One ray session for all; the servers are a scripted client, everything else is v
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import ray
 import torch
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
@@ -42,38 +39,16 @@ from tests.real_verl.setting import (
     said,
 )
 
-pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.real_verl,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("cluster"),
+]
 
 RIGHT, DONE = said(call(answer="42")), said("It is 42.")
 WRONG = said(call(answer="41"))
 STEP = 5
 DEADLINE_S = 60
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A ray of our own, and the TransferQueue in it."""
-    root = str(Path(__file__).parents[2])
-
-    def find_tests() -> None:  # some package of verl's environment installs a `tests` of its own
-        import sys
-        import types
-
-        sys.modules["tests"] = types.ModuleType("tests")
-        sys.modules["tests"].__path__ = [f"{root}/tests"]
-
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        runtime_env={
-            "env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-            "worker_process_setup_hook": find_tests,
-        },
-    )
-    tq.init(config().transfer_queue)
-    yield
-    tq.close()
-    ray.shutdown()
 
 
 # -- V0 --------------------------------------------------------------------------------------------
