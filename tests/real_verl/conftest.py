@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def cluster() -> Iterator[None]:
 
     from tests.real_verl.setting import config
 
+    # ray kills workers when the machine is short of memory, whoever uses it: a test would hang
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     root = str(Path(__file__).parents[2])
 
     def find_tests() -> None:  # some package of verl's environment installs a `tests` of its own

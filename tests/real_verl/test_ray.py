@@ -223,6 +223,16 @@ def test_v1_a_session_that_is_set_aside_is_not_there_but_in_evaluations() -> Non
         assert len(data["response_mask"].unbind()) == there
 
 
+@pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])
+def test_v1_an_outcome_without_a_token_has_a_step_for_verls_metrics(manager_cls: Any) -> None:
+    uid = f"t{manager_cls.__name__}"
+    parts = {"agent": "tests.real_verl.parts:says_nothing"}
+    tags, data = stored(manager_cls, config(entry=parts, n=1), Client([DONE]), [uid])
+    assert not data["response_mask"][0].any()
+    steps = [tags[f"{uid}_0_0"][f"{end}_global_steps"] for end in ("min", "max")]
+    assert steps == [STEP, STEP]
+
+
 def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:
     client = Client([EMPTY], [DONE])
     tags, _ = stored(FsmAgentLoopManagerTQ, config(n=1), client, ["bad", "good"], "val")

@@ -64,8 +64,8 @@ class FsmAgentLoop:
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The trajectory of a row with these `columns`: one output for V0, a list for V1.
 
-        V1 gives each session a `session_id`. There an ABORTED request has no output, and its
-        siblings remain a group; nor has one whose reward, ours to give, is None. V0 takes one row
+        V1 gives each session a `session_id` and a step. There an ABORTED request has no output,
+        nor one whose reward, ours to give, is None; its siblings remain a group. V0 takes one row
         of each: here a stand-in with mask 0, and reward 0.0 where the rollout gives rewards.
         FsmAgentLoopManager knows the group, and does better.
         Raises HandOverError in V0 for a request of several samples.
@@ -75,8 +75,13 @@ class FsmAgentLoop:
         if lacks_reward:
             request.error = request.error or NO_REWARD
             logger.error("not handed to verl: %s: %s", request.sample.sample_id, request.error)
-        if "session_id" in columns:
-            return [] if lacks_reward else outputs_of(self._player, request)
+        if columns.keys() >= {"session_id", "global_steps"}:
+            outputs = [] if lacks_reward else outputs_of(self._player, request)
+            for output in outputs:  # verl makes an array of ints of them
+                for end in ("min_global_steps", "max_global_steps"):
+                    if output.extra_fields[end] is None:
+                        output.extra_fields[end] = columns["global_steps"]
+            return outputs
         if len(request.rows) > 1:  # nobody would notice a batch of stand-ins alone
             raise HandOverError(several(request, len(request.rows)))
         sample, has_outcome = row_of(request, pad_id=self._player.pad_id)
