@@ -37,7 +37,3 @@ async def set_aside(ctx: Context) -> None:
     """One turn; a response of more than six tokens is not to be trained."""
     await ctx.generate()
     ctx.request.sample.remove_sample = ctx.request.sample.response_length > 6
-
-
-async def says_nothing(ctx: Context) -> None:
-    """No turn at all: an outcome without a token."""

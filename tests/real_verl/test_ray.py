@@ -8,6 +8,7 @@ One ray session for all; the servers are a scripted client, everything else is v
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -49,6 +50,13 @@ RIGHT, DONE = said(call(answer="42")), said("It is 42.")
 WRONG = said(call(answer="41"))
 STEP = 5
 DEADLINE_S = 60
+
+
+class Silent(Client):
+    """A server that never answers."""
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        await asyncio.sleep(3600)
 
 
 # -- V0 --------------------------------------------------------------------------------------------
@@ -223,11 +231,16 @@ def test_v1_a_session_that_is_set_aside_is_not_there_but_in_evaluations() -> Non
         assert len(data["response_mask"].unbind()) == there
 
 
-@pytest.mark.parametrize("manager_cls", [AgentLoopManagerTQ, FsmAgentLoopManagerTQ])
-def test_v1_an_outcome_without_a_token_has_a_step_for_verls_metrics(manager_cls: Any) -> None:
+@pytest.mark.parametrize(
+    ("manager_cls", "partition"), [(AgentLoopManagerTQ, "train"), (FsmAgentLoopManagerTQ, "val")]
+)
+def test_v1_an_outcome_without_a_token_has_a_step_for_verls_metrics(
+    manager_cls: Any, partition: str
+) -> None:
+    """In training our manager leaves it out: nothing of it is trained."""
     uid = f"t{manager_cls.__name__}"
-    parts = {"agent": "tests.real_verl.parts:says_nothing"}
-    tags, data = stored(manager_cls, config(entry=parts, n=1), Client([DONE]), [uid])
+    settings = config(entry={"limits": {"request_timeout_s": 0.2}}, n=1)
+    tags, data = stored(manager_cls, settings, Silent(), [uid], partition)
     assert not data["response_mask"][0].any()
     steps = [tags[f"{uid}_0_0"][f"{end}_global_steps"] for end in ("min", "max")]
     assert steps == [STEP, STEP]
