@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 import asyncio
 import logging
 import math
+import pickle
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from fsm_rollout.engines.scripted import Reply, ScriptedEngine
 from fsm_rollout.errors import ConfigError, EngineError, HandOverError, ToolError
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.log_prob_gap import log_prob_gap
-from fsm_rollout.metrics import NAMES, Alarm, AlarmError, metrics_of, named
+from fsm_rollout.metrics import NAMES, Alarm, AlarmError, facts_of, metrics_of, named
 from fsm_rollout.request import Group, Request
 from fsm_rollout.rewards import RewardPart, Rewards
 from fsm_rollout.rollout import Rollout
@@ -148,6 +149,21 @@ def test_requests_and_groups_are_the_same_batch(groups: list[Group]) -> None:
     requests = [request for group in groups for request in group.requests]
     assert metrics_of(requests) == metrics_of(groups)
     assert metrics_of([]) == {}
+
+
+@given(workers=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_facts_of_several_processes_are_counted_as_one_batch(
+    groups: list[Group], workers: list[int]
+) -> None:
+    """However requests are dealt to workers: their means, medians and groups are of all."""
+    requests = [request for group in groups for request in group.requests]
+    sent = [
+        pickle.dumps([facts_of(r) for r, at in zip(requests, workers, strict=True) if at == worker])
+        for worker in range(3)
+    ]
+    assert all(len(played) < 4_000 for played in sent)
+    facts = [one for played in sent for one in pickle.loads(played)]
+    assert metrics_of(facts, seconds=2.0) == pytest.approx(metrics_of(groups, seconds=2.0))
 
 
 def test_what_there_is_nothing_to_say_about_has_no_entry() -> None:

@@ -23,7 +23,8 @@ from fsm_rollout import replay_columns
 from fsm_rollout.columns import Columns
 from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.invariants import violations
-from fsm_rollout.metrics import kept_per_trained_token
+from fsm_rollout.metrics.batch import kept_per_trained_token
+from fsm_rollout.metrics.facts import row_facts_of
 from fsm_rollout.replay import (
     RoutedExperts,
     TopP,
@@ -717,11 +718,15 @@ def test_the_kept_vocabulary_is_a_mean_over_trained_tokens() -> None:
         see(sample, 3)
     removed.remove_sample = True
     masked.mask_out(0, 1)
-    assert kept_per_trained_token([plain, removed]) is kept_per_trained_token([]) is None
-    assert kept_per_trained_token([plain, whole]) == 2.5
-    assert kept_per_trained_token([plain, removed, masked, whole]) == 2.0
+
+    def kept(*samples: Sample) -> float | None:
+        return kept_per_trained_token(map(row_facts_of, samples))
+
+    assert kept(plain, removed) is kept() is None
+    assert kept(plain, whole) == 2.5
+    assert kept(plain, removed, masked, whole) == 2.0
     masked.mask_out()
-    assert kept_per_trained_token([masked]) is None
+    assert kept(masked) is None
 
 
 def test_rows_of_another_sample_are_reused_up_to_the_common_prefix() -> None:

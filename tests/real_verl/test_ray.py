@@ -8,9 +8,8 @@ One ray session for all; the servers are a scripted client, everything else is v
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("transfer_queue")
 
-import ray
 import torch
 import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
@@ -42,7 +40,11 @@ from tests.real_verl.setting import (
     said,
 )
 
-pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.real_verl,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("cluster"),
+]
 
 RIGHT, DONE = said(call(answer="42")), said("It is 42.")
 WRONG = said(call(answer="41"))
@@ -50,30 +52,11 @@ STEP = 5
 DEADLINE_S = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    """A ray of our own, and the TransferQueue in it."""
-    root = str(Path(__file__).parents[2])
+class Silent(Client):
+    """A server that never answers."""
 
-    def find_tests() -> None:  # some package of verl's environment installs a `tests` of its own
-        import sys
-        import types
-
-        sys.modules["tests"] = types.ModuleType("tests")
-        sys.modules["tests"].__path__ = [f"{root}/tests"]
-
-    ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        runtime_env={
-            "env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-            "worker_process_setup_hook": find_tests,
-        },
-    )
-    tq.init(config().transfer_queue)
-    yield
-    tq.close()
-    ray.shutdown()
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        await asyncio.sleep(3600)
 
 
 # -- V0 --------------------------------------------------------------------------------------------
@@ -246,6 +229,21 @@ def test_v1_a_session_that_is_set_aside_is_not_there_but_in_evaluations() -> Non
         tags, data = stored(FsmAgentLoopManagerTQ, settings, client, [partition], partition)
         assert tags[partition]["status"] == "finished"
         assert len(data["response_mask"].unbind()) == there
+
+
+@pytest.mark.parametrize(
+    ("manager_cls", "partition"), [(AgentLoopManagerTQ, "train"), (FsmAgentLoopManagerTQ, "val")]
+)
+def test_v1_an_outcome_without_a_token_has_a_step_for_verls_metrics(
+    manager_cls: Any, partition: str
+) -> None:
+    """In training our manager leaves it out: nothing of it is trained."""
+    uid = f"t{manager_cls.__name__}"
+    settings = config(entry={"limits": {"request_timeout_s": 0.2}}, n=1)
+    tags, data = stored(manager_cls, settings, Silent(), [uid], partition)
+    assert not data["response_mask"][0].any()
+    steps = [tags[f"{uid}_0_0"][f"{end}_global_steps"] for end in ("min", "max")]
+    assert steps == [STEP, STEP]
 
 
 def test_v1_a_prompt_of_which_nothing_came_is_a_failure_and_alone() -> None:

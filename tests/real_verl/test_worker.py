@@ -22,8 +22,10 @@ pytest.importorskip("verl")
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
+from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
 
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
+from fsm_rollout.adapters.verl.player import WATCHED
 from fsm_rollout.errors import ConfigError, HandOverError
 from tests.real_verl.setting import (
     EMPTY,
@@ -462,6 +464,31 @@ def test_who_rewards_is_the_entrys_choice(worker: Any, entry: Any, reward: float
     assert column(out, "reward_parts") == [{"tool/check": 0.75}]
 
 
+@WAYS
+def test_verls_loop_does_not_stand_in_for_a_reward_of_ours_that_is_none(worker: Any) -> None:
+    judge = Judge(0.0)
+    settings = config(entry={"reward": "tests.real_verl.parts:long_enough"})
+    client = Client([said("a long answer")], [said("no")])
+    out = judged(worker, judge, settings, client, rows(2))
+    aside = column(out, "is_stand_in").index(True)
+    assert is_stand_in(out, aside)
+    assert "None, which is not 0" in column(out, "error")[aside]
+    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 1.0]
+    assert not judge.asked
+
+
+def test_a_row_whose_tools_say_nothing_is_verls_loops() -> None:
+    """verl's own worker wants the same reward_extra_info of all rows, and loses such a batch."""
+    judge = Judge(-1.0)
+    batch = rows(2, extra_info=[{"tool_selection": ["plain"]}, {"tool_selection": ["check"]}])
+    kwargs = {"create_kwargs": {"truth": "42"}}
+    batch.non_tensor_batch["tools_kwargs"][:] = [{"plain": kwargs}, {"check": kwargs}]
+    script = [said(call(answer="42")), DONE]
+    out = judged(FsmAgentLoopWorker, judge, config(tools="both"), Client(script), batch)
+    assert out.batch["rm_scores"].sum(-1).tolist() == [-1.0, 0.75]
+    assert len(judge.asked) == 1
+
+
 def test_a_reward_that_cannot_be_computed_costs_one_row() -> None:
     judge = Judge(1.0, RuntimeError("no sandbox"), float("nan"), 1.0)
     settings = config(tools="plain")
@@ -531,6 +558,42 @@ def test_routed_experts_stand_beside_their_tokens(worker: Any) -> None:
     assert not experts[0, :start].any()
     assert not experts[0, start + total :].any()
     assert torch.equal(out.batch["input_ids"], first.batch["input_ids"])
+
+
+@WAYS
+def test_verl_counts_drafted_tokens_as_it_does_with_its_own_loop(worker: Any) -> None:
+    names = ("spec_num_draft_tokens", "spec_num_accepted_tokens", "spec_num_verify_steps")
+    told: dict[str, Any] = dict(zip(names, (8, 6, 2), strict=True))
+    script = [said(call(answer="42"), **told), said("It is 42.", **told)]
+
+    def counted(out: DataProto) -> dict[str, float]:
+        found: dict[str, float] = compute_spec_decode_metrics(
+            *(out.non_tensor_batch.get(name) for name in names)
+        )
+        return found
+
+    settings = config()
+    assert counted(played(worker, settings, Client(script), rows(2))) == {}
+    settings = config()
+    settings.actor_rollout_ref.model.mtp.enable = True
+    settings.actor_rollout_ref.model.mtp.enable_rollout = True
+    assert counted(played(worker, settings, Client(script), rows(2))) == {
+        "rollout/spec_accept_rate": 0.75,
+        "rollout/spec_accept_length": 4.0,
+    }
+    out = played(worker, settings, Client(script, [EMPTY]), rows(2))
+    assert counted(out)["rollout/spec_accept_rate"] == 0.75 / 2  # verl's rule for rows without
+
+
+@WAYS
+def test_too_many_aborted_requests_of_a_worker_are_an_alarm(
+    worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(entry={"max_abort_rate": 0.4})
+    played(worker, settings, Client([EMPTY]), rows(WATCHED - 1))
+    assert "abort rate alarm" not in caplog.text
+    played(worker, settings, Client([EMPTY]), rows(WATCHED))
+    assert "100.0% of 64 requests (64) were aborted for engine_abort" in caplog.text
 
 
 def test_a_batch_of_stand_ins_alone_has_experts_like_the_one_before() -> None:

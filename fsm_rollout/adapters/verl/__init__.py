@@ -2,7 +2,8 @@
 
 `FsmAgentLoop` is one YAML entry at `rollout.agent.agent_loop_config_path`. `FsmAgentLoopManager`
 (V0) and `FsmAgentLoopManagerTQ` (V1) at `rollout.agent.agent_loop_manager_class` play the same
-entry without verl's costs per trajectory. Names load lazily: only the managers import verl.
+entry without verl's costs per trajectory; `sampler.py` tells V1's tracker what they played. Names
+load lazily: only the managers and the sampler import verl.
 """
 
 from __future__ import annotations

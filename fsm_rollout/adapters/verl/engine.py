@@ -22,7 +22,7 @@ PRIORITY: ContextVar[int] = ContextVar("priority", default=0)
 """of the trajectory that this task plays, for vLLM's priority scheduling; verl counts it up"""
 
 _FINISH = {"aborted": "abort", "abort": "abort", "stop": "stop", "length": "length"}
-_COUNTERS = {
+COUNTERS = {
     "num_cached_tokens": "cached_tokens",
     "spec_num_draft_tokens": "spec_draft_tokens",
     "spec_num_accepted_tokens": "spec_accepted_tokens",
@@ -153,7 +153,7 @@ def _experts(value: Any, columns: Columns, count: int) -> RoutedExperts | None:
 
 
 def _counters(num_preempted: int | None, extra: Mapping[str, Any]) -> dict[str, int]:
-    counters = {ours: extra.get(name) for name, ours in _COUNTERS.items()}
+    counters = {ours: extra.get(name) for name, ours in COUNTERS.items()}
     counters["num_preempted"] = num_preempted
     return {name: n for name, n in counters.items() if isinstance(n, int) and n >= 0}
 

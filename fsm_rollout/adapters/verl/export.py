@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from fsm_rollout.adapters.handover import sift
-from fsm_rollout.adapters.verl.engine import steps_of
+from fsm_rollout.adapters.verl.engine import COUNTERS, steps_of
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -18,6 +18,9 @@ from fsm_rollout.states.machine import Machine
 from fsm_rollout.states.table import Event
 
 logger = logging.getLogger(__name__)
+
+NO_REWARD = "its reward is None, which is not 0"
+"""of a request whose reward was ours to give"""
 
 
 def rows_of(request: Request, *, pad_id: int) -> list[Sample]:
@@ -73,8 +76,13 @@ def stand_in(sample: Sample, request: Request, pad_id: int) -> Sample:
     return other.sample
 
 
-def extra_fields(request: Request, sample: Sample, *, has_outcome: bool = True) -> dict[str, Any]:
-    """What verl keeps beside the tokens of a row, and shows its reward functions. Stable keys."""
+def extra_fields(
+    request: Request, sample: Sample, *, drafts: bool = False, has_outcome: bool = True
+) -> dict[str, Any]:
+    """What verl keeps beside the tokens of a row, and shows its reward functions. Stable keys.
+
+    `drafts`: with what verl's metrics of drafted tokens are made of, 0 where nothing was told.
+    """
     turns = [turn for turn in sample.turns if turn.kind == "model"]
     steps = steps_of(sample.weight_versions) or (None, None)
     return {
@@ -89,10 +97,16 @@ def extra_fields(request: Request, sample: Sample, *, has_outcome: bool = True) 
         "reward_parts": dict(request.reward_parts),
         "turn_spans": [(turn.start, turn.stop) for turn in turns],
         "num_tool_calls": request.num_tool_calls,
+        "tool_call_counts": request.num_tool_calls,  # V0 logs a column of this name
         "num_invalid_calls": request.num_invalid_calls,
         "tool_metrics": dict(request.metrics),
         "min_global_steps": steps[0],
         "max_global_steps": steps[1],
+        **{
+            theirs: int(request.metrics.get(f"engine/{ours}", 0))
+            for theirs, ours in COUNTERS.items()
+            if drafts and theirs.startswith("spec_")
+        },
     }
 
 

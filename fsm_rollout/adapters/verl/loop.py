@@ -13,15 +13,18 @@ tokenization of verl's own for each trajectory, and refuse models that it does n
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.adapters.handover import trained
 from fsm_rollout.adapters.verl.export import (
+    NO_REWARD,
     extra_fields,
     metrics_of,
     row_of,
     rows_of,
     several,
+    stand_in,
 )
 from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
@@ -31,6 +34,8 @@ from fsm_rollout.sample import Sample
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+logger = logging.getLogger(__name__)
 
 
 class FsmAgentLoop:
@@ -59,17 +64,29 @@ class FsmAgentLoop:
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The trajectory of a row with these `columns`: one output for V0, a list for V1.
 
-        V1 gives each session a `session_id`. There an ABORTED request has no output, and its
-        siblings remain a group. V0 takes one row of each: here a stand-in with mask 0, and reward
-        0.0 where the rollout gives rewards. FsmAgentLoopManager knows the group, and does better.
+        V1 gives each session a `session_id` and a step. There an ABORTED request has no output,
+        nor one whose reward, ours to give, is None; its siblings remain a group. V0 takes one row
+        of each: here a stand-in with mask 0, and reward 0.0 where the rollout gives rewards.
+        FsmAgentLoopManager knows the group, and does better.
         Raises HandOverError in V0 for a request of several samples.
         """
         [request] = await self._player.play(columns, sampling_params)
-        if "session_id" in columns:
-            return outputs_of(self._player, request)
+        lacks_reward = self._player.lacks_reward(request, columns)
+        if lacks_reward:
+            request.error = request.error or NO_REWARD
+            logger.error("not handed to verl: %s: %s", request.sample.sample_id, request.error)
+        if columns.keys() >= {"session_id", "global_steps"}:
+            outputs = [] if lacks_reward else outputs_of(self._player, request)
+            for output in outputs:  # verl makes an array of ints of them
+                for end in ("min_global_steps", "max_global_steps"):
+                    if output.extra_fields[end] is None:
+                        output.extra_fields[end] = columns["global_steps"]
+            return outputs
         if len(request.rows) > 1:  # nobody would notice a batch of stand-ins alone
             raise HandOverError(several(request, len(request.rows)))
         sample, has_outcome = row_of(request, pad_id=self._player.pad_id)
+        if lacks_reward and has_outcome:
+            sample, has_outcome = stand_in(sample, request, self._player.pad_id), False
         output = output_of(self._player, request, sample)
         output.extra_fields["is_stand_in"] = not has_outcome
         if not has_outcome and self._player.gives_rewards:
@@ -98,7 +115,7 @@ def output_of(player: Player, request: Request, sample: Sample) -> AgentLoopOutp
         response_logprobs=None if log_probs is None else log_probs.tolist(),
         num_turns=len(sample.turns) + 1,
         metrics=AgentLoopMetrics(**metrics_of(request)),
-        extra_fields=extra_fields(request, sample),
+        extra_fields=extra_fields(request, sample, drafts=player.drafts),
     )
     if sample.rollout_routed_experts is not None:
         output.routed_experts = sample.rollout_routed_experts

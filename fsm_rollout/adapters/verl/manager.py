@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import ray
 import torch
+from msgspec.structs import replace
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopManager,
@@ -32,12 +34,20 @@ from verl.protocol import DataProto
 from verl.utils.ray_utils import auto_await
 
 from fsm_rollout.adapters.tensors import padded
-from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, row_of, stand_in
+from fsm_rollout.adapters.verl.export import (
+    NO_REWARD,
+    extra_fields,
+    metrics_of,
+    row_of,
+    stand_in,
+)
 from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.neutral import fill_neutral
 from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
+from fsm_rollout.adapters.verl.tracked import FACTS, facts, validation_columns
 from fsm_rollout.errors import ConfigError, HandOverError
+from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 
@@ -54,6 +64,7 @@ _ALWAYS = ("extras", "reward_extra_info")
 class Row:
     """One row of a batch, before it is laid out."""
 
+    request: Request
     sample: Sample
     extra: dict[str, Any]
     metrics: dict[str, Any]
@@ -95,15 +106,12 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         validate = bool(batch.meta_info.get("validate", False))
         does_sample = [validate or bool(row.pop("__do_sample__", True)) for row in columns]
         played: dict[int, Row] = {}
-        ended: dict[str, list[Request]] = {name: [] for name in players}
 
         async def play(numbers: list[int]) -> None:
             first = numbers[0]
-            name = columns[first]["agent_name"]
-            player = players[name]
+            player = players[columns[first]["agent_name"]]
             params = self.sampling_params(validate=validate, does_sample=does_sample[first])
             requests = await player.play(columns[first], params, n=len(numbers))
-            ended[name] += requests
             pairs = zip(numbers, requests, strict=True)
             rows = [self._row(player, request, columns[number]) for number, request in pairs]
             played.update(zip(numbers, await asyncio.gather(*rows), strict=True))
@@ -114,8 +122,6 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                     tasks.create_task(play(numbers))
         except BaseExceptionGroup as bugs:  # nothing that a row, a tool or a server did
             raise bugs.exceptions[0] from bugs
-        for name, requests in ended.items():
-            players[name].alarm.watch(requests)
         # what a batch has must not depend on its rows: verl joins those of all workers
         has_rewards = self.reward_loop_worker_handles is not None or all(
             player.gives_rewards for player in players.values()
@@ -142,12 +148,15 @@ class FsmAgentLoopWorker(AgentLoopWorker):
 
     async def _row(self, player: Player, request: Request, columns: dict[str, Any]) -> Row:
         sample, has_outcome = row_of(request, pad_id=player.pad_id)
-        extra = extra_fields(request, sample, has_outcome=has_outcome)
-        row = Row(sample, extra, metrics_of(request), has_outcome)
+        extra = extra_fields(request, sample, drafts=player.drafts, has_outcome=has_outcome)
+        row = Row(request, sample, extra, metrics_of(request), has_outcome)
         if not has_outcome:
             return row
         if player.gives_rewards and request.reward is not None:
             row.reward, row.extra["reward_extra_info"] = request.reward, {"score": request.reward}
+        elif player.lacks_reward(request, columns):
+            logger.error("sample %s is not handed to verl: %s", sample.sample_id, NO_REWARD)
+            row.stand_aside(stand_in(sample, request, player.pad_id), NO_REWARD)
         elif self.reward_loop_worker_handles is not None:
             output = output_of(player, request, sample)
             try:
@@ -160,7 +169,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                 row.metrics["compute_score"] = output.metrics.compute_score
                 row.extra["reward_extra_info"] = output.extra_fields["reward_extra_info"]
         elif player.gives_rewards:
-            why = "its reward is None, which is not 0"
+            why = "nobody rewards it: no tool that it has, and verl's reward loop is not there"
             logger.error("sample %s is not handed to verl: %s", sample.sample_id, why)
             row.stand_aside(stand_in(sample, request, player.pad_id), why)
         return row
@@ -207,6 +216,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         }
         columns["raw_prompt"] = given.non_tensor_batch["raw_prompt"]
         columns["multi_modal_inputs"] = objects([{} for _ in rows])
+        columns[FACTS] = objects([facts(row.request, reward=row.reward) for row in rows])
         return DataProto(
             batch=TensorDict(tensors, batch_size=len(rows)),
             non_tensor_batch=columns,
@@ -225,21 +235,32 @@ class FsmAgentLoopManager(AgentLoopManager):
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
         """One row for each of `prompts`.
 
-        Raises HandOverError when none that is to be trained has an outcome.
+        verl logs what `timing` says as `timing_s/...`, in training alone; of an evaluation the
+        columns of `reward_extra_keys`. Raises HandOverError when no row that is to be trained has
+        an outcome.
         """
+        started = time.monotonic()
         output = await super().generate_sequences(prompts)
-        if output.non_tensor_batch["is_stand_in"].all():
-            why = ", ".join(sorted(set(output.non_tensor_batch["error"].tolist()))[:3])
+        columns = output.non_tensor_batch
+        groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
+        pairs = zip(columns.pop(FACTS), groups, strict=True)
+        played = [replace(one, group=group) for one, group in pairs]
+        output.meta_info["timing"] |= counted(played, seconds=time.monotonic() - started)
+        trains = not prompts.meta_info.get("validate", False)
+        if columns["is_stand_in"].all():
+            why = ", ".join(sorted(set(columns["error"].tolist()))[:3])
             what = f"none of {len(output)} rows has an outcome"
-            if not prompts.meta_info.get("validate", False):
+            if trains:
                 raise HandOverError(
                     f"{what}, and verl's loss of a batch without a trained token is 0 / 0. They "
                     f"say: {why}"
                 )
             logger.error("evaluation: %s; their reward reads 0. They say: %s", what, why)
-        groups = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)))
-        trains = not prompts.meta_info.get("validate", False)
-        keys = fill_neutral(output.batch, output.non_tensor_batch, groups, trains=trains)
+        keys = fill_neutral(output.batch, columns, groups, trains=trains)
+        if not trains:
+            told = validation_columns(played, groups)
+            columns.update(told)
+            keys += told
         if "rm_scores" in output.batch:
             output.meta_info["reward_extra_keys"] = keys
         return output

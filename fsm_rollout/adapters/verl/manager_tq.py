@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections import deque
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -22,14 +23,20 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from fsm_rollout.adapters.handover import trained
-from fsm_rollout.adapters.verl.export import extra_fields, metrics_of, rows_of
+from fsm_rollout.adapters.verl.export import NO_REWARD, extra_fields, metrics_of, rows_of
 from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
 from fsm_rollout.adapters.verl.player import Player
+from fsm_rollout.adapters.verl.tracked import facts, validated
+from fsm_rollout.metrics import Facts, named
+from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
 
 logger = logging.getLogger(__name__)
+
+_MOST = 65_536
+"""requests that a worker tells of when nobody asked it for long; about 1 kB each"""
 
 
 class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
@@ -39,6 +46,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         super().__init__(*args, **kwargs)
         tq.init()
         self.background_tasks: set[asyncio.Task[None]] = set()
+        self._played: deque[Facts] = deque(maxlen=_MOST)
 
     async def generate_sequences(self, batch: TensorDict) -> None:
         """Start to play every prompt of the batch, and return.
@@ -81,12 +89,19 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         player = self.player(columns.pop("agent_name"))
         params = self.sampling_params(validate=validate, does_sample=does_sample)
         requests = await player.play(columns, params, n=n)
-        sessions = [
-            self._session(player, request, {**columns, "session_id": session})
-            for session, request in enumerate(requests)
-            if validate or not all(row.remove_sample for row in request.rows)  # in no baseline
-        ]
-        rows = [row for rows in await asyncio.gather(*sessions) for row in rows]
+        sessions = await asyncio.gather(
+            *(
+                self._session(player, request, {**columns, "session_id": session}, validate)
+                for session, request in enumerate(requests)
+            )
+        )
+        played = [facts for facts, _ in sessions]
+        rows = [row for _, rows in sessions for row in rows]
+        if not validate:
+            self._played += played
+        elif rows:
+            extra = rows[-1][1]["extra_fields"]
+            extra["reward_extra_info"] = {**extra.get("reward_extra_info", {}), **validated(played)}
         if rows:
             keys, fields, tags = map(list, zip(*rows, strict=True))
             fill_experts(fields)
@@ -98,28 +113,43 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
             )
         return len(rows)
 
+    async def take_facts(self) -> list[Facts]:
+        """The facts of what was played for training since the last call."""
+        taken = list(self._played)
+        self._played.clear()
+        return taken
+
     async def _session(
-        self, player: Player, request: Request, columns: dict[str, Any]
-    ) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-        """(key, fields, tag) of each sample of a session; none of one that has no outcome."""
+        self, player: Player, request: Request, columns: dict[str, Any], validate: bool
+    ) -> tuple[Facts, list[tuple[str, dict[str, Any], dict[str, Any]]]]:
+        """The facts of a session, and (key, fields, tag) of each of its samples.
+
+        There are none of one that has no outcome, or is in no baseline as nothing of it is trained.
+        """
         samples = rows_of(request, pad_id=player.pad_id)
         metrics, reward = metrics_of(request), request.reward if player.gives_rewards else None
         told: dict[str, Any] = {} if reward is None else {"reward_extra_info": {"score": reward}}
-        if samples and reward is None and self.reward_loop_worker_handles is not None:
+        if not validate and all(row.remove_sample for row in request.rows):
+            samples = []
+        elif samples and player.lacks_reward(request, columns):
+            logger.error("sample %s is not handed to verl: %s", samples[-1].sample_id, NO_REWARD)
+            samples = []
+        elif samples and reward is None and self.reward_loop_worker_handles is not None:
             outputs = [output_of(player, request, sample) for sample in samples]
             try:
                 reward = await self.score(outputs, columns)
             except Exception as error:  # of a reward function, in verl's process for it
                 logger.error("sample %s has no reward", samples[-1].sample_id, exc_info=error)
-                return []
-            metrics["compute_score"] = outputs[-1].metrics.compute_score
-            told["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
+                samples = []
+            else:
+                metrics["compute_score"] = outputs[-1].metrics.compute_score
+                told["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
         elif samples and reward is None and player.gives_rewards:
-            logger.error("sample %s: its reward is None, which is not 0", samples[-1].sample_id)
-            return []
+            logger.error("sample %s: nobody rewards it", samples[-1].sample_id)
+            samples = []
         rows = []
         for number, sample in enumerate(samples):
-            extra = {**extra_fields(request, sample), **told}
+            extra = {**extra_fields(request, sample, drafts=player.drafts), **told}
             steps = {name: extra[name] for name in ("min_global_steps", "max_global_steps")}
             fields = {
                 **_fields(sample, reward),
@@ -138,7 +168,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
                 **{k: columns["global_steps"] if v is None else v for k, v in steps.items()},
             }
             rows.append((f"{columns['uid']}_{columns['session_id']}_{number}", fields, tag))
-        return rows
+        return facts(request, group=columns["uid"], reward=reward), rows
 
 
 def _fields(sample: Sample, reward: float | None) -> dict[str, Any]:
@@ -187,9 +217,13 @@ def _at(column: Any, number: int) -> Any:
 class FsmAgentLoopManagerTQ(AgentLoopManager):
     """verl's manager over FsmAgentLoopWorkerTQs; results go into the TransferQueue."""
 
+    latest: ClassVar[FsmAgentLoopManagerTQ | None] = None
+    """the one of this process, for our sampler, which verl tells of no manager"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(FsmAgentLoopWorkerTQ)
         super().__init__(*args, **kwargs)
+        FsmAgentLoopManagerTQ.latest = self
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         """Hand the prompts to the workers, which go on by themselves."""
@@ -199,3 +233,13 @@ class FsmAgentLoopManagerTQ(AgentLoopManager):
             for worker, chunk in zip(self.agent_loop_workers, chunks, strict=False)
         ]
         ray.get(calls)
+
+    def metrics(self) -> dict[str, float]:
+        """What ended in training since the last call, over all workers: for the tracker.
+
+        Under our names, and under those that verl's V0 has for them. For a trainer of your own:
+        `metrics.update(self.agent_loop_manager.metrics())`, once a step.
+        """
+        taken = ray.get([worker.take_facts.remote() for worker in self.agent_loop_workers])
+        metrics = counted(one for played in taken for one in played)
+        return named(metrics, "verl") | metrics

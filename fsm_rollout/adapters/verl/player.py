@@ -28,7 +28,7 @@ from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import StopReason
-from fsm_rollout.metrics import Alarm
+from fsm_rollout.metrics import Alarm, Facts, facts_of
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.states.machine import Machine
@@ -38,6 +38,9 @@ from fsm_rollout.tools.registry import Toolset, find_tool
 from fsm_rollout.tools.verl import verl_tools
 
 logger = logging.getLogger(__name__)
+
+WATCHED = 64
+"""requests that the alarm on aborts looks at together"""
 
 
 class Player:
@@ -52,7 +55,8 @@ class Player:
     ) -> None:
         its = config.actor_rollout_ref.rollout
         self._settings = settings
-        self.alarm = Alarm(default=settings.max_abort_rate)
+        self._alarm = Alarm(default=settings.max_abort_rate)
+        self._ended: list[Facts] = []
         self._kind: LogProbKind = settings.log_prob_kind or log_prob_kind_of(its)
         check_training(its, self._kind)
         self._config, self._tokenizer = config, tokenizer
@@ -64,14 +68,15 @@ class Player:
         is_verls = settings.reward in (None, "verl")
         self._reward = None if is_verls else imported(str(settings.reward), what="reward")
         self._agent = imported(settings.agent, what="agent") if settings.agent else None
+        mtp = config.actor_rollout_ref.model.get("mtp") or {}
+        self.drafts = bool(mtp.get("enable") and mtp.get("enable_rollout"))
+        """verl's trackers are told of drafted tokens"""
         self._rollouts: dict[tuple[Any, ...], Rollout] = {}
         rollout = self._rollout((), None)  # what can't run says so now
         self.pad_id = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
         """what fills verl's tensors"""
-        says = self._reward or any(
-            "calc_reward" in rollout.tools[t].own_hooks for t in rollout.tools
-        )
-        self.gives_rewards = settings.reward != "verl" and bool(says)
+        self._judges = {t for t in rollout.tools if "calc_reward" in rollout.tools[t].own_hooks}
+        self.gives_rewards = settings.reward != "verl" and bool(self._reward or self._judges)
         """False: verl's reward loop is asked"""
         self.group_rewards = tuple(rollout.loop.rewards.by_group)
         """the parts of the reward that compare a whole group"""
@@ -84,6 +89,16 @@ class Player:
                 "played in parts: use verl's V1 with FsmAgentLoopManagerTQ, which plays whole "
                 "groups, or a reward without it"
             )
+
+    def lacks_reward(self, request: Request, columns: Mapping[str, Any]) -> bool:
+        """Whether the reward of this row was ours to give, and is None.
+
+        Of a row without the tools that say something it is verl's reward loop's.
+        """
+        if not self.gives_rewards or request.reward is not None or not request.rows:
+            return False
+        selection = selection_of(columns)
+        return bool(self._reward) or not selection or not self._judges.isdisjoint(selection)
 
     async def play(
         self, columns: Mapping[str, Any], sampling_params: Mapping[str, Any], *, n: int = 1
@@ -104,13 +119,23 @@ class Player:
             number = columns.get("index", "?")
             logger.error("row %s cannot be played: %s", number, error, exc_info=trace)
             has_log_probs = self._has_log_probs(params)
-            return [self._refused(row, columns, error, has_log_probs) for _ in range(n)]
+            return self._watched(
+                [self._refused(row, columns, error, has_log_probs) for _ in range(n)]
+            )
         for request in group.requests:
             for sample in {*request.samples, *request.rows}:  # other processes count from 0, too
                 sample.sample_id = f"{rollout.loop.run_id}-{sample.sample_id}"
                 if sample.continued_by:
                     sample.continued_by = f"{rollout.loop.run_id}-{sample.continued_by}"
-        return group.requests
+        return self._watched(group.requests)
+
+    def _watched(self, requests: list[Request]) -> list[Request]:
+        """The requests, after the alarm on aborts has seen them."""
+        self._ended += map(facts_of, requests)
+        if len(self._ended) >= WATCHED:
+            self._alarm.watch(self._ended)
+            self._ended.clear()
+        return requests
 
     def _rollout(self, selection: tuple[str, ...], params: SamplingParams | None) -> Rollout:
         """The rollout of these tools (none: all) and this sampling; each is made once."""

@@ -36,7 +36,7 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`module:function`; default: the sum of what the tools say, if one says something, else verl's
     reward loop decides; `verl`: it decides in any case"""
     max_abort_rate: float = 0.2
-    """of a V0 batch, for one reason: above it our manager's workers log an error"""
+    """of 64 requests of a worker, for one reason: above it that worker logs an error"""
     log_prob_kind: LogProbKind | None = None
     """what the servers report; default: `scaled` of SGLang, of vLLM what `logprobs_mode` says"""
 
