@@ -19,16 +19,19 @@ Outcome = Literal[
     "tool_error",
     "error",
     "timeout",
+    "cancelled",
     "unavailable",
     "unknown_tool",
     "bad_arguments",
     "malformed",
     "dropped",
 ]
+EXECUTED: tuple[Outcome, ...] = ("ok", "tool_error", "error", "timeout", "cancelled")
 COUNTERS: Mapping[Outcome, str] = {
     "tool_error": "tool_refusals",
     "error": "tool_errors",
     "timeout": "tool_timeouts",
+    "cancelled": "tool_calls_cancelled",
     "unavailable": "tool_calls_unavailable",
     "unknown_tool": "tool_calls_unknown",
     "bad_arguments": "tool_calls_bad_arguments",
@@ -70,7 +73,7 @@ class CallResult:
     @property
     def executed(self) -> bool:
         """`execute` was started; counts against Limits.max_tool_calls."""
-        return self.outcome in ("ok", "tool_error", "error", "timeout")
+        return self.outcome in EXECUTED
 
 
 def malformed_text(call: ToolCall) -> str:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -121,10 +121,17 @@ class ToolSession:
         await join(creations, pass_cancel=True)
         self._is_created = True
 
-    async def execute(self, calls: Sequence[ToolCall], *, allowed: int) -> list[CallResult]:
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        *,
+        allowed: int,
+        on_start: Callable[[], None] | None = None,
+    ) -> list[CallResult]:
         """Answer every call, in order; run the first min(max_parallel_calls, allowed) good ones.
 
-        A cancel stops them all, within GRACE_S, and is raised again.
+        `on_start` is called for each of them when it starts. A cancel stops them all, within
+        GRACE_S, and is raised again; those that had started are counted as `cancelled`.
         """
         self._check_open("execute")
         room = min(self._limits.max_parallel_calls, allowed)
@@ -137,7 +144,7 @@ class ToolSession:
             elif len(runs) >= room:
                 answers[number] = self._answer(call, "dropped", "not executed: limit reached")
             else:
-                runs[number] = self._execute(call, *ready)
+                runs[number] = self._execute(call, *ready, on_start)
         if len(runs) == 1:  # the usual case: no task of its own
             [(number, run)] = runs.items()
             answers[number] = await run
@@ -229,15 +236,31 @@ class ToolSession:
             )
 
     async def _execute(
-        self, call: ToolCall, instance: Instance, arguments: dict[str, Any]
+        self,
+        call: ToolCall,
+        instance: Instance,
+        arguments: dict[str, Any],
+        on_start: Callable[[], None] | None,
     ) -> CallResult:
-        name = instance.name
+        name, started = instance.name, 0.0
+
+        def start() -> None:
+            nonlocal started
+            started = time.perf_counter()
+            if on_start is not None:
+                on_start()
+
         async with instance.turn():
             if instance.is_busy or not instance.is_live:
                 why = "an earlier call is still running" if instance.is_busy else "it was closed"
                 return self._answer(call, "unavailable", f"{name} is unavailable: {why}")
-            started = time.perf_counter()
-            ended = await instance.run("execute", arguments)
+            try:
+                ended = await instance.run("execute", arguments, on_start=start)
+            except asyncio.CancelledError:
+                if started:
+                    seconds = time.perf_counter() - started
+                    self._answer(call, "cancelled", "", seconds=seconds)
+                raise
             seconds = time.perf_counter() - started
         if ended.fault is None:
             return self._answer(call, "ok", ended.value, seconds=seconds)

@@ -75,7 +75,7 @@ class Flight:
         elif not self.task.done():  # as `_wait`, at half the price: each turn pays it
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            timer = loop.call_later(timeout_s, self.wake)
             try:
                 await self._waiter
             finally:
@@ -94,7 +94,7 @@ class Flight:
             if not self.is_done and not self.is_abandoned:
                 self._abandon()
             if self.task.done():  # perhaps before it began: then nothing else wakes `settle`
-                self._wake()
+                self.wake()
 
     def _abandon(self) -> None:
         self.is_abandoned = True
@@ -116,7 +116,7 @@ class Flight:
         except BaseException as error:
             return None, error
         finally:
-            self._wake()
+            self.wake()
 
     async def _join(self) -> Any:
         assert self.thread is not None
@@ -130,7 +130,8 @@ class Flight:
             parts = [self.task] if self.thread is None else [self.task, self.thread]
             await asyncio.wait(parts, timeout=timeout_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End the wait of `settle`, whether it is done or not."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
