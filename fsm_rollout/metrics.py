@@ -20,7 +20,7 @@ from fsm_rollout.errors import ConfigError, RolloutError
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.request import Group, Request
 from fsm_rollout.sample import Sample
-from fsm_rollout.tools.result import Outcome
+from fsm_rollout.tools.result import EXECUTED, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """What a finished batch was like; docs/reference/metrics.md lists the names.
 
-    `seconds`: how long the batch took, for perf/tokens_per_s. Rows of children count with those of
-    their request, and what an earlier attempt counted is gone with it.
+    `seconds`: how long the batch took, for perf/tokens_per_s. A request's turns, calls, rows and
+    times are those of its children too, and what an earlier attempt counted is gone with it.
     """
     if not isinstance(played, Iterable):
         raise _no_request(played)
@@ -98,10 +98,12 @@ def _outcomes(requests: list[Request], usable: list[Request]) -> dict[str, float
 def _sizes(requests: list[Request], usable: list[Request], rows: list[Sample]) -> dict[str, float]:
     kept = {id(row) for row in rows}
     lost = [s for r in requests for one in _family(r) for s in one.samples if id(s) not in kept]
+    turns = [sum(one.num_turns for one in _family(r)) for r in usable]
+    calls = [sum(one.num_tool_calls for one in _family(r)) for r in usable]
     return {
-        **_stats("rollout/turns", [r.num_turns for r in usable]),
-        **_stats("rollout/tool_calls", [r.num_tool_calls for r in usable]),
-        "rollout/invalid_calls": sum(r.num_invalid_calls for r in requests),
+        **_stats("rollout/turns", turns),
+        **_stats("rollout/tool_calls", calls),
+        "rollout/invalid_calls": sum(one.num_invalid_calls for r in requests for one in _family(r)),
         "rollout/rows": len(rows),
         "rollout/removed_rows": sum(row.remove_sample for row in rows),
         "rollout/tokens/prompt": sum(row.prompt_length for row in rows),
@@ -193,7 +195,7 @@ def _tools_and_engine(requests: list[Request]) -> dict[str, float]:
             metrics[f"tools/{name}"] = value
     for tool, count in calls.items():
         metrics[f"{tool}/calls"] = count
-        ran = sum(metrics.get(f"{tool}/{outcome}", 0) for outcome in _RAN)
+        ran = sum(metrics.get(f"{tool}/{outcome}", 0) for outcome in EXECUTED)
         if ran:
             metrics[f"{tool}/seconds_per_call"] = seconds.get(tool, 0.0) / ran
     if calls:
@@ -206,7 +208,6 @@ def _tools_and_engine(requests: list[Request]) -> dict[str, float]:
 
 
 _OUTCOMES = frozenset(get_args(Outcome))
-_RAN = ("ok", "tool_error", "error", "timeout")
 _FAILED = ("tool_error", "error", "timeout", "unavailable", "bad_arguments")
 
 
