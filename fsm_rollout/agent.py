@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
+from fsm_rollout.codec import Codec
 from fsm_rollout.codec.messages import Message, checked_messages
 from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
 from fsm_rollout.hops import is_unread
@@ -26,6 +27,7 @@ from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
 from fsm_rollout.states.table import Event
+from fsm_rollout.tools.registry import Toolset, ToolSpec
 from fsm_rollout.tools.session import ToolSession
 from fsm_rollout.tools.signature import why_not_one_argument
 from fsm_rollout.tools.supervisor import GRACE_S, Flight, join
@@ -161,61 +163,75 @@ class Context:
         prompt: str | Sequence[Mapping[str, Any]],
         *,
         agent: Agent | None = None,
+        tools: Sequence[ToolSpec] | None = None,
         limits: Limits | None = None,
         label: Any = None,
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
         """Let a sub-agent answer another prompt; wait for it and look at how it ended.
 
-        `agent`: its loop, default the built-in one. It has the same engine and tools, kwargs for
-        them (default: none) and budgets (default: like the parent's) of its own, and is retried
-        like any request. Its rows are trained with those of this one and share its reward, unless
-        its tools gave one or you set `child.reward`. One that is ABORTED is not trained. Several
-        run at once in an `asyncio.gather`; those that still run when the agent returns, or when you
-        cancel this call, are aborted as cancelled.
+        `agent`: its loop, default the built-in one. `tools`: what it may call, default the same:
+        some of them by name, or others as classes or functions; `tools_kwargs`: theirs, default
+        none. It has the same engine and budgets (default: like the parent's) of its own, and is
+        retried like any request. Its rows are trained with those of this one and share its reward,
+        unless its tools gave one or you set `child.reward`. One that is ABORTED is not trained.
+        Several run at once in an `asyncio.gather`; those that still run when the agent returns, or
+        when you cancel this call, are aborted as cancelled. Raises ConfigError for tools or kwargs
+        that do not fit.
         """
         async with self._called() as request:
-            return await self._spawn(request, prompt, agent, limits, label, tools_kwargs)
+            toolset, codec, kwargs = await self._tools_of(tools, tools_kwargs or {})
+            child = self._alive().spawn(
+                prompt,
+                limits=limits or request.limits,
+                label=request.label if label is None else label,
+                tools_kwargs=kwargs,
+            )
+            inner = replace(
+                self._loop,
+                codec=codec,
+                tools=toolset,
+                agent=None if agent is None else player(agent),
+                reward=None,
+            )
+            flight = self._children[child] = Flight(
+                lambda: inner.play_and_retry(child),
+                in_thread=False,
+                label=f"sub-agent, request {child.name}",
+                on_abandon=lambda: None,
+            )
+            try:
+                await flight.settle(child.limits.request_timeout_s * child.limits.max_attempts)
+            finally:
+                await self._part_with(child)
+            self._alive()
+            error = flight.task.result()[1] if flight.is_done else None
+            if error is not None and not child.is_done:
+                raise error
+            return child
 
-    async def _spawn(
-        self,
-        request: Request,
-        prompt: str | Sequence[Mapping[str, Any]],
-        agent: Agent | None,
-        limits: Limits | None,
-        label: Any,
-        tools_kwargs: Mapping[str, Any] | None,
-    ) -> Request:
-        loop = self._loop
+    async def _tools_of(
+        self, tools: Sequence[ToolSpec] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Toolset, Codec, Mapping[str, Any]]:
+        """The tools of a sub-agent, a codec that tells it of them, and what they are given."""
+        ours, codec = self._loop.tools, self._loop.codec
+        if tools is None:
+            toolset = ours
+        else:
+            try:
+                toolset = ours.chosen(tools)
+                codec = await codec.with_tools_async(toolset.schemas)
+            except ConfigError as why:
+                raise type(why)(f"spawn: tools: {why}") from why
+            if isinstance(kwargs, Mapping):  # those of the row may name tools that it has not
+                kwargs = {n: k for n, k in kwargs.items() if n in toolset or n not in ours}
         try:
-            loop.tools.check_row(tools_kwargs or {})
+            toolset.check_row(kwargs)
         except ConfigError as why:
             raise ConfigError(
                 f"spawn: {why}; the parent's are `tools_kwargs=ctx.request.tools_kwargs`"
             ) from why
-        child = request.spawn(
-            prompt,
-            limits=limits or request.limits,
-            label=request.label if label is None else label,
-            tools_kwargs=tools_kwargs or {},
-        )
-        inner = replace(loop, agent=None if agent is None else player(agent), reward=None)
-        flight = Flight(
-            lambda: inner.play_and_retry(child),
-            in_thread=False,
-            label=f"sub-agent, request {child.name}",
-            on_abandon=lambda: None,
-        )
-        self._children[child] = flight
-        try:
-            await flight.settle(child.limits.request_timeout_s * child.limits.max_attempts)
-        finally:
-            await self._part_with(child)
-        self._alive()
-        error = flight.task.result()[1] if flight.is_done else None
-        if error is not None and not child.is_done:
-            raise error
-        return child
+        return toolset, codec, kwargs
 
     # -- for the driver ----------------------------------------------------------------------------
 
