@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from fsm_rollout.codec import Codec
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError, describe, log_failure
 from fsm_rollout.hops import is_unread
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
@@ -197,7 +197,8 @@ class Context:
             flight = self._children[child] = Flight(
                 lambda: inner.play_and_retry(child),
                 in_thread=False,
-                label=f"sub-agent, request {child.name}",
+                where=f"request {child.name}",
+                what="the sub-agent",
                 on_abandon=lambda: None,
             )
             try:
@@ -337,7 +338,8 @@ def player(agent: Agent) -> Player:
         flight = Flight(
             lambda: agent(context),
             in_thread=False,
-            label=context._where(),
+            where=f"request {request.name}",
+            what="the agent",
             on_abandon=lambda: None,
         )
         context.on_swallowed = flight.wake
@@ -358,7 +360,8 @@ def player(agent: Agent) -> Player:
         if isinstance(error, InvariantError) and error.code == "R3.5.prompt":
             loop.machine.settle(Event.TRUNCATE, request, StopReason.MAX_CONTEXT)
             return  # a history that outgrew the context is what the policy did
-        logger.error("%s raised", context._where(), exc_info=error)
+        how = f"raised {describe(error)}"
+        log_failure(logger, f"request {request.name}", "the agent", how, error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
         loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")
 

@@ -23,7 +23,7 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.errors import EngineError, InvariantError, describe, log_failure
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states.guards import has_room, needs_observation
@@ -264,7 +264,8 @@ class Hops:
             return None
 
     def _codec_failed(self, request: Request, error: Exception, seq: int) -> None:
-        logger.error("request %s: the codec failed", request.name, exc_info=error)
+        how = f"failed: {describe(error)}"
+        log_failure(logger, f"request {request.name}", "the codec", how, error)
         if request.seq == seq:  # else it is late
             request.final = True
             self.abort(request, StopReason.INVARIANT, f"the codec failed: {error!r}")
@@ -274,7 +275,8 @@ class Hops:
     ) -> dict[str, Any]:
         text, call, seq = result.response.text, result.call, request.seq
         if result.response.images:  # text and images are shown together or not at all
-            logger.warning("tool %s returned images, which no codec can encode yet", call.name)
+            where, how = f"request {request.name}", "returned images, which no codec can encode yet"
+            log_failure(logger, where, f"tool {call.name}", how, level=logging.WARNING)
             text = "the tool returned images, which cannot be shown here"
         cap = session.token_cap(call.name)
         if cap is not None:

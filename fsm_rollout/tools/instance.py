@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from fsm_rollout.errors import describe
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import (
     FunctionTool,
@@ -29,7 +30,6 @@ from fsm_rollout.tools.base import (
     json_parts,
     to_response,
 )
-from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.schema import ToolSchema
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
 
@@ -181,8 +181,13 @@ class Instance:
     async def _fly(
         self, hook: str, call: Callable[[], Any], timeout_s: float, *, in_thread: bool
     ) -> Ended:
-        label = f"{self._label}: tool {self.name}: {hook}"
-        flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
+        flight = Flight(
+            call,
+            in_thread=in_thread,
+            where=self._label,
+            what=f"{hook} of tool {self.name}",
+            on_abandon=self._on_abandon,
+        )
         self.flights.add(flight)
         if hook == "create":
             self._create = flight

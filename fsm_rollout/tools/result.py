@@ -6,7 +6,6 @@ no traceback, no memory address; the log has those.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -52,7 +51,6 @@ MALFORMED: Mapping[str, str] = {
     "invalid_unicode": "it is not valid Unicode",
     "call_in_open_reasoning": "the reasoning was not closed before the call",
 }
-_MAX_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +78,6 @@ def malformed_text(call: ToolCall) -> str:
     """What to tell the model about a call that could not be parsed."""
     why = MALFORMED.get(call.error or "", "it cannot be parsed")
     return f"malformed tool call, not executed: {why}"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one short line, without what changes from run to run."""
-    name = type(error).__name__
-    lines = message(error).lstrip()[:_MAX_ERROR_CHARS].rstrip().splitlines()
-    if not lines:
-        return name
-    line = re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", lines[0])
-    return f"{name}: {line}"
-
-
-def message(error: BaseException) -> str:
-    """The text of an exception; "" when even that raises."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 def valid_unicode(text: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsm_rollout.errors import ToolError
+from fsm_rollout.errors import ToolError, log_failure, message
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite
 from fsm_rollout.tools.instance import Ended, Instance
@@ -27,7 +27,6 @@ from fsm_rollout.tools.result import (
     CallResult,
     Outcome,
     malformed_text,
-    message,
     valid_unicode,
 )
 from fsm_rollout.tools.supervisor import join, keep, own
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 8
 _MAX_CHARS = 262_144
-_MAX_LOGGED_CHARS = 16_384
 
 
 class ToolSession:
@@ -324,9 +322,7 @@ class ToolSession:
             await self._release_now(instance)
         elif instance.owes_release:
             self.metrics["releases_late"] += 1
-            logger.warning(
-                "%s: release of tool %s waits for a thread that hangs", self._label, instance.name
-            )
+            self._log(instance, "release", Ended(), how="waits for a thread that hangs")
             keep(own(self._release_late(instance, hanging)))
 
     async def _release_late(self, instance: Instance, hanging: set[asyncio.Future[Any]]) -> None:
@@ -347,9 +343,6 @@ class ToolSession:
     def _count_zombie(self) -> None:
         self.metrics["tool_zombies"] += 1
 
-    def _log(self, instance: Instance, hook: str, ended: Ended) -> None:
-        error = ended.error
-        if error is not None and len(message(error)) > _MAX_LOGGED_CHARS:
-            error = None  # a traceback holds the whole text
-        name = instance.name
-        logger.warning("%s: %s of tool %s %s", self._label, hook, name, ended.fault, exc_info=error)
+    def _log(self, instance: Instance, hook: str, ended: Ended, how: str = "") -> None:
+        what, how = f"{hook} of tool {instance.name}", how or ended.fault or ""
+        log_failure(logger, self._label, what, how, ended.error, level=logging.WARNING)
