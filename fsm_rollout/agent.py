@@ -238,13 +238,14 @@ class Context:
 
     async def close(self) -> None:
         """The agent is over: what it left running ends, and nothing of it reaches the record."""
-        self._is_over = True
+        self._is_over, tasks = True, set(self._tasks)
         ends = [self._part_with(child) for child, f in self._children.items() if not f.is_done]
         await join([asyncio.create_task(end) for end in ends], pass_cancel=False)
-        if self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.wait(set(self._tasks), timeout=GRACE_S)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=GRACE_S) if tasks else (tasks, None)
+        for task in done:  # that Ended was raised in it is no news to anybody
+            _ = task.cancelled() or task.exception()
 
     async def _part_with(self, child: Request) -> None:
         """A sub-agent has ended, or is stopped; one that does not stop is aborted all the same."""
@@ -273,7 +274,7 @@ class Context:
         try:
             if self._was_told:
                 self.on_swallowed()
-                await asyncio.get_running_loop().create_future()  # until it is cancelled
+                await asyncio.sleep(GRACE_S)  # in which it is stopped
             yield self._alive()
         except Exception:
             await asyncio.sleep(0)
