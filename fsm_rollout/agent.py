@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
+from fsm_rollout.codec import Codec
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError, describe, log_failure
+from fsm_rollout.hops import is_unread
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player
 from fsm_rollout.request import Request
 from fsm_rollout.states.table import Event
+from fsm_rollout.tools.registry import Toolset, ToolSpec
 from fsm_rollout.tools.session import ToolSession
 from fsm_rollout.tools.signature import why_not_one_argument
-from fsm_rollout.tools.supervisor import Flight, join
+from fsm_rollout.tools.supervisor import GRACE_S, Flight, join
 from fsm_rollout.turn import ToolCall, Turn
 
 T = TypeVar("T")
@@ -56,11 +59,16 @@ class Context:
         self._session = session
         self._attempt = request.attempt
         self._tool_stops = False
+        self._has_begun = request.status is not Status.PENDING
         self._is_over = False
         self._is_busy = False
-        self.was_moved = False
-        """somebody else aborted and resumed the request: it wants a fresh start of its agent"""
-        self._children: list[Flight] = []
+        self._was_told = False
+        """Ended was raised: a call behind it means that the agent swallowed that"""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """those that are in a call of this context"""
+        self._children: dict[Request, Flight] = {}
+        self.on_swallowed: Callable[[], None] = lambda: None
+        """called when the agent goes on behind Ended"""
 
     @property
     def messages(self) -> list[Message]:
@@ -68,16 +76,23 @@ class Context:
         view = self.request.sample.messages
         return [{k: v for k, v in message.items() if k != "span"} for message in view]
 
+    @property
+    def was_moved(self) -> bool:
+        """Somebody aborted and resumed the request: it wants a fresh start of its agent."""
+        return self._has_begun and self.request.status is Status.PENDING
+
     async def generate(self) -> Turn:
         """Let the policy take a turn. What it says is in `messages`, its calls in `turn.calls`.
 
         In a request that was resumed, the first call gives the turn that nobody answered yet.
-        Raises RolloutError when the turn before has no answer: observe something, or return.
+        Behind a call that you cancelled it asks again, and what was sampled is dropped. Raises
+        RolloutError when the turn before has no answer: observe something, or return.
         """
-        with self._alone() as request:
+        async with self._alone() as request:
             loop = self._loop
             if request.status is Status.PENDING:
                 await loop.start(request)
+                self._has_begun = True
             elif _is_unread(request):  # the agent cancelled the call before this one
                 return self._whole(await loop.read(request))
             elif _is_finished(request):
@@ -94,9 +109,11 @@ class Context:
     async def call_tools(self, calls: Sequence[ToolCall] | None = None) -> list[Message]:
         """Run calls, default: all of the last turn, and give what to tell the model, in order.
 
-        Malformed and unknown ones are answered too. Nothing is recorded before `observe`.
+        Malformed and unknown ones are answered too. Nothing is recorded before `observe`. If you
+        cancel it, the calls that had started count, and what they said is dropped: call again, or
+        observe what you like.
         """
-        with self._alone():
+        async with self._alone():
             request = await self._answering()
             called = self._whole(
                 await self._loop.call(
@@ -112,8 +129,8 @@ class Context:
         What does not fit is cut and ends the request. Raises ConfigError for a message that is
         none, RolloutError when the turn was answered already.
         """
-        checked = checked_messages(messages)
-        with self._alone():
+        async with self._alone():
+            checked = checked_messages(messages)
             request = await self._answering()
             last = request.sample.turns[-1] if request.sample.turns else None
             if last is not None and last.kind == "observation":
@@ -133,8 +150,8 @@ class Context:
         was sampled stays in the row before and is trained there. Raises InvariantError R3.5.prompt
         when they are longer than max_context: shorten them, or let it pass, and it is the end.
         """
-        checked = checked_messages(messages)
-        with self._alone():
+        async with self._alone():
+            checked = checked_messages(messages)
             request = await self._answering()
             seq = request.seq
             ids = await self._loop.codec.prompt_async(checked)
@@ -146,85 +163,143 @@ class Context:
         prompt: str | Sequence[Mapping[str, Any]],
         *,
         agent: Agent | None = None,
+        tools: Sequence[ToolSpec] | None = None,
         limits: Limits | None = None,
         label: Any = None,
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
         """Let a sub-agent answer another prompt; wait for it and look at how it ended.
 
-        `agent`: its loop, default the built-in one. It has the same engine and tools, kwargs for
-        them (default: none) and budgets (default: like the parent's) of its own, and is retried
-        like any request. Its rows are trained with those of this one and share its reward, unless
-        its tools gave one or you set `child.reward`. One that is ABORTED is not trained. Several
-        run at once in an `asyncio.gather`; those that still run when the agent returns are
-        cancelled.
+        `agent`: its loop, default the built-in one. `tools`: what it may call, default the same:
+        some of them by name, or others as classes or functions; `tools_kwargs`: theirs, default
+        none. It has the same engine and budgets (default: like the parent's) of its own, and is
+        retried like any request. Its rows are trained with those of this one and share its reward,
+        unless its tools gave one or you set `child.reward`. One that is ABORTED is not trained.
+        Several run at once in an `asyncio.gather`; those that still run when the agent returns, or
+        when you cancel this call, are aborted as cancelled. Raises ConfigError for tools or kwargs
+        that do not fit.
         """
-        request, loop = self._alive(), self._loop
+        async with self._called() as request:
+            toolset, codec, kwargs = await self._tools_of(tools, tools_kwargs or {})
+            child = self._alive().spawn(
+                prompt,
+                limits=limits or request.limits,
+                label=request.label if label is None else label,
+                tools_kwargs=kwargs,
+            )
+            inner = replace(
+                self._loop,
+                codec=codec,
+                tools=toolset,
+                agent=None if agent is None else player(agent),
+                reward=None,
+            )
+            flight = self._children[child] = Flight(
+                lambda: inner.play_and_retry(child),
+                in_thread=False,
+                where=f"request {child.name}",
+                what="the sub-agent",
+                on_abandon=lambda: None,
+            )
+            try:
+                await flight.settle(child.limits.request_timeout_s * child.limits.max_attempts)
+            finally:
+                await self._part_with(child)
+            self._alive()
+            error = flight.task.result()[1] if flight.is_done else None
+            if error is not None and not child.is_done:
+                raise error
+            return child
+
+    async def _tools_of(
+        self, tools: Sequence[ToolSpec] | None, kwargs: Mapping[str, Any]
+    ) -> tuple[Toolset, Codec, Mapping[str, Any]]:
+        """The tools of a sub-agent, a codec that tells it of them, and what they are given."""
+        ours, codec = self._loop.tools, self._loop.codec
+        if tools is None:
+            toolset = ours
+        else:
+            try:
+                toolset = ours.chosen(tools)
+                codec = await codec.with_tools_async(toolset.schemas)
+            except ConfigError as why:
+                raise type(why)(f"spawn: tools: {why}") from why
+            if isinstance(kwargs, Mapping):  # those of the row may name tools that it has not
+                kwargs = {n: k for n, k in kwargs.items() if n in toolset or n not in ours}
         try:
-            loop.tools.check_row(tools_kwargs or {})
+            toolset.check_row(kwargs)
         except ConfigError as why:
             raise ConfigError(
                 f"spawn: {why}; the parent's are `tools_kwargs=ctx.request.tools_kwargs`"
             ) from why
-        child = request.spawn(
-            prompt,
-            limits=limits or request.limits,
-            label=request.label if label is None else label,
-            tools_kwargs=tools_kwargs or {},
-        )
-        inner = replace(loop, agent=None if agent is None else player(agent), reward=None)
-        flight = Flight(
-            lambda: inner.play_and_retry(child),
-            in_thread=False,
-            label=f"sub-agent, request {child.name}",
-            on_abandon=lambda: None,
-        )
-        self._children.append(flight)
-        try:
-            await flight.settle(child.limits.request_timeout_s * child.limits.max_attempts)
-        finally:
-            await flight.stop()
-        self._alive()
-        error = flight.task.result()[1] if flight.is_done else None
-        if error is not None and not child.is_done:
-            raise error
-        return child
+        return toolset, codec, kwargs
 
     # -- for the driver ----------------------------------------------------------------------------
 
     async def close(self) -> None:
         """The agent is over: what it left running ends, and nothing of it reaches the record."""
-        self._is_over = True
-        stops = [flight.stop() for flight in self._children if not flight.is_done]
-        await join([asyncio.create_task(stop) for stop in stops], pass_cancel=False)
+        self._is_over, tasks = True, set(self._tasks)
+        ends = [self._part_with(child) for child, f in self._children.items() if not f.is_done]
+        await join([asyncio.create_task(end) for end in ends], pass_cancel=False)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=GRACE_S) if tasks else (tasks, None)
+        for task in done:  # that Ended was raised in it is no news to anybody
+            _ = task.cancelled() or task.exception()
+
+    async def _part_with(self, child: Request) -> None:
+        """A sub-agent has ended, or is stopped; one that does not stop is aborted all the same."""
+        flight = self._children[child]
+        try:
+            await flight.stop()
+        finally:
+            if not flight.is_done:
+                self._loop.abort(child, StopReason.CANCELLED, "its parent went on without it")
 
     def _alive(self) -> Request:
         request = self.request
-        if self._is_over or request.is_done or request.attempt != self._attempt:
-            raise Ended(f"{self._where()} has ended: {request.stop_reason or 'retried'}")
+        is_over = self._is_over or request.is_done or request.attempt != self._attempt
+        if is_over or self.was_moved:
+            self._was_told = True
+            raise Ended(f"{self._where()} has ended: {request.stop_reason or 'started anew'}")
         return request
 
-    @contextmanager
-    def _alone(self) -> Iterator[Request]:
-        """The request, while no other call of this context runs."""
-        request = self._alive()
-        if self._is_busy:
-            raise RolloutError(
-                f"{self._where()}: another call of this context still runs; await it first, or "
-                "cancel it and await that"
-            )
-        self._is_busy = True
+    @asynccontextmanager
+    async def _called(self) -> AsyncIterator[Request]:
+        """The request, for one call. Whatever is raised, others have had their turn meanwhile:
+        an agent that catches it and calls again, without end, must not stop the event loop."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
-            yield request
+            if self._was_told:
+                self.on_swallowed()
+                await asyncio.sleep(GRACE_S)  # in which it is stopped
+            yield self._alive()
+        except Exception:
+            await asyncio.sleep(0)
+            raise
         finally:
-            self._is_busy = False
+            self._tasks.discard(task)
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[Request]:
+        """The same, while no other call of this context runs."""
+        async with self._called() as request:
+            if self._is_busy:
+                raise RolloutError(
+                    f"{self._where()}: another call of this context still runs; await it first, or "
+                    "cancel it and await that"
+                )
+            self._is_busy = True
+            try:
+                yield request
+            finally:
+                self._is_busy = False
 
     def _whole(self, value: T | None) -> T:
         """What a hop gave. None: the request has ended meanwhile, or was aborted and resumed."""
         self._alive()
-        if value is None:
-            self._is_over = self.was_moved = True
-            self._alive()
         assert value is not None
         return value
 
@@ -264,9 +339,11 @@ def player(agent: Agent) -> Player:
         flight = Flight(
             lambda: agent(context),
             in_thread=False,
-            label=context._where(),
+            where=f"request {request.name}",
+            what="the agent",
             on_abandon=lambda: None,
         )
+        context.on_swallowed = flight.wake
         try:
             await flight.settle(2 * request.limits.request_timeout_s)  # the loop's clock is first
         finally:
@@ -284,7 +361,8 @@ def player(agent: Agent) -> Player:
         if isinstance(error, InvariantError) and error.code == "R3.5.prompt":
             loop.machine.settle(Event.TRUNCATE, request, StopReason.MAX_CONTEXT)
             return  # a history that outgrew the context is what the policy did
-        logger.error("%s raised", context._where(), exc_info=error)
+        how = f"raised {describe(error)}"
+        log_failure(logger, f"request {request.name}", "the agent", how, error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
         loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")
 
@@ -292,15 +370,17 @@ def player(agent: Agent) -> Player:
 
 
 def _complete(loop: Loop, request: Request) -> None:
-    """The agent returned: what it did last says why."""
-    if request.status is Status.TOOL_CALLING:
-        loop.machine.settle(Event.COMPLETE, request, StopReason.ENV_DONE)
-    elif request.status is Status.GENERATING and _is_finished(request):
+    """The agent returned: what stands last in the record says why."""
+    turns = request.sample.turns
+    is_pending = request.status is Status.PENDING
+    if not is_pending and _is_finished(request):
         loop.machine.settle(Event.COMPLETE, request, StopReason.STOP)
-    else:
-        request.final = True
+    elif not is_pending and (turns[-1].kind == "observation" if turns else request.samples[1:]):
+        loop.machine.settle(Event.COMPLETE, request, StopReason.ENV_DONE)
+    else:  # or it cancelled a turn, which may come in time when it is played again
+        request.final = is_pending
         why = "the agent returned without a finished turn"
-        if request.status is Status.PENDING:
+        if is_pending:
             why += ": it must be `async def` and `await ctx.generate()`"
         loop.abort(request, StopReason.AGENT_ERROR, why)
 
@@ -313,5 +393,5 @@ def _is_finished(request: Request) -> bool:
 
 def _is_unread(request: Request) -> bool:
     """It is whole, but the agent cancelled `generate` before it was parsed."""
-    is_generating = request.status is Status.GENERATING
-    return is_generating and _is_finished(request) and not request.sample.turns[-1].messages
+    turns = request.sample.turns
+    return request.status is Status.GENERATING and bool(turns) and is_unread(turns[-1])

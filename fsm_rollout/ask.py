@@ -18,7 +18,7 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.errors import EngineError, InvariantError, describe, log_failure
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.tools.supervisor import Flight
 from fsm_rollout.turn import FINISHES, Media
@@ -54,7 +54,8 @@ async def ask(
             media=media or None,
         ),
         in_thread=False,
-        label=f"engine, request {request_id}",
+        where=f"request {request_id}",
+        what="the engine",
         on_abandon=lambda: _tell_to_abort(engine, request_id),
     )
     try:
@@ -124,7 +125,8 @@ def _engine_error(error: BaseException, request_id: str) -> EngineError:
         if isinstance(reason, StopReason) and reason.status is not Status.COMPLETED:
             return error
         return _failed(f"{error} (with {reason!r}, which is no reason of an engine)")
-    logger.error("request %s: the engine raised", request_id, exc_info=error)
+    how = f"raised {describe(error)}"
+    log_failure(logger, f"request {request_id}", "the engine", how, error)
     return _failed(f"the engine raised {error!r}")
 
 
@@ -132,7 +134,8 @@ def _tell_to_abort(engine: Engine, request_id: str) -> None:
     Flight(
         lambda: engine.abort(request_id),
         in_thread=False,
-        label=f"engine abort, request {request_id}",
+        where=f"request {request_id}",
+        what="an abort of the engine",
         on_abandon=lambda: None,
     )
 

@@ -23,7 +23,7 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import ConfigError, EngineError, InvariantError
+from fsm_rollout.errors import ConfigError, EngineError, InvariantError, describe, log_failure
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states.guards import has_room, needs_observation
@@ -85,8 +85,16 @@ class Hops:
                 request.set_prompt(ids)
             except InvariantError as error:
                 return self.abort(request, StopReason.PROMPT_OVERFLOW, str(error))
+        turns = request.sample.turns
+        if needs_observation(request) and is_unread(turns[-1]):  # it was aborted before that
+            seq = request.seq
+            await self._read(request)
+            if request.seq != seq:
+                return
         if needs_observation(request):  # resumed while its tools ran: they run again
-            request.sample.turns[-1].reward = None
+            turns[-1].reward = None
+            if request.calls_before is not None:
+                request.num_tool_calls, request.num_invalid_calls = request.calls_before
             self.machine.settle(Event.OBSERVE, request)
         else:
             self.machine.settle(Event.GENERATE, request)
@@ -138,19 +146,31 @@ class Hops:
     async def call(
         self, request: Request, session: ToolSession, calls: Sequence[ToolCall]
     ) -> Called | None:
-        """TOOL_CALLING: run these calls, in order. None: it was the end."""
+        """TOOL_CALLING: run these calls, in order. None: it was the end.
+
+        A call counts against max_tool_calls from its start, whatever becomes of it. What the calls
+        said, and earned, is there as a whole or, behind a cancel, not at all.
+        """
         seq, started = request.seq, time.monotonic()
+
+        def count() -> None:
+            if request.seq == seq:  # else it starts late, and what it says will be dropped
+                request.num_tool_calls += 1
+
         allowed = request.limits.max_tool_calls - request.num_tool_calls
-        results = await session.execute(calls, allowed=allowed)
+        try:
+            results = await session.execute(calls, allowed=allowed, on_start=count)
+        finally:
+            if request.seq == seq:
+                request.sample.non_generation_time += time.monotonic() - started
         if request.seq != seq:  # ended meanwhile: the results are late
-            return None
-        request.sample.non_generation_time += time.monotonic() - started
-        self._count_calls(request, results)
-        if request.num_invalid_calls > request.limits.max_invalid_calls:
-            self.machine.settle(Event.COMPLETE, request, StopReason.INVALID_CALLS)
             return None
         messages = [await self._tool_message(request, result, session) for result in results]
         if request.seq != seq:  # ended meanwhile, or the codec failed
+            return None
+        self._take(request, results)
+        if request.num_invalid_calls > request.limits.max_invalid_calls:
+            self.machine.settle(Event.COMPLETE, request, StopReason.INVALID_CALLS)
             return None
         return Called(messages, any(result.response.stop for result in results))
 
@@ -173,13 +193,14 @@ class Hops:
 
     async def _ask(self, request: Request) -> Generation:
         sample = request.sample
+        request.num_asked += 1
         session_id = f"{self.run_id}-{sample.session_id}".removeprefix("-")
         return await ask(
             self.engine,
             sample.columns,
             request.max_new_tokens,
             self._params(request),
-            request_id=f"{session_id}.{request.attempt:04}.{request.seq:08}",
+            request_id=f"{session_id}.{request.attempt:04}.{request.num_asked:08}",
             session_id=session_id,
             media=sample.media,
             timeout_s=request.limits.turn_timeout_s,
@@ -223,9 +244,9 @@ class Hops:
             return self._codec_failed(request, error, seq)
         if request.seq == seq:  # else it ended meanwhile
             turn.messages, turn.calls = (message,), calls if has_tools else ()
+            request.calls_before = request.num_tool_calls, request.num_invalid_calls
 
-    def _count_calls(self, request: Request, results: Sequence[CallResult]) -> None:
-        request.num_tool_calls += sum(result.executed for result in results)
+    def _take(self, request: Request, results: Sequence[CallResult]) -> None:
         request.num_invalid_calls += sum(result.is_invalid for result in results)
         for result in results:
             _add(request, result.response.metrics)
@@ -247,7 +268,8 @@ class Hops:
             return None
 
     def _codec_failed(self, request: Request, error: Exception, seq: int) -> None:
-        logger.error("request %s: the codec failed", request.name, exc_info=error)
+        how = f"failed: {describe(error)}"
+        log_failure(logger, f"request {request.name}", "the codec", how, error)
         if request.seq == seq:  # else it is late
             request.final = True
             self.abort(request, StopReason.INVARIANT, f"the codec failed: {error!r}")
@@ -257,7 +279,8 @@ class Hops:
     ) -> dict[str, Any]:
         text, call, seq = result.response.text, result.call, request.seq
         if result.response.images:  # text and images are shown together or not at all
-            logger.warning("tool %s returned images, which no codec can encode yet", call.name)
+            where, how = f"request {request.name}", "returned images, which no codec can encode yet"
+            log_failure(logger, where, f"tool {call.name}", how, level=logging.WARNING)
             text = "the tool returned images, which cannot be shown here"
         cap = session.token_cap(call.name)
         if cap is not None:
@@ -282,6 +305,11 @@ class Hops:
         if request.status is not Status.ABORTED:
             request.error = why
             self.machine.fire(Event.ABORT, request, reason)
+
+
+def is_unread(turn: Turn) -> bool:
+    """A whole model turn that nobody parsed: a cancel or an abort came between."""
+    return turn.kind == "model" and not (turn.is_open or turn.messages or turn.calls)
 
 
 def _add(request: Request, metrics: Mapping[str, float]) -> None:

@@ -7,7 +7,7 @@ of its own that a sub-agent plays; its rows are handed on with those of its pare
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,7 +67,12 @@ class Request:
     seq: int = 0
     """transitions fired; fences late replies and results"""
     num_tool_calls: int = 0
+    """those that were started, whatever became of them"""
     num_invalid_calls: int = 0
+    calls_before: tuple[int, int] | None = None
+    """both counts when the last turn was read: a `resume` that runs its calls again starts there"""
+    num_asked: int = 0
+    """engine calls, those of earlier attempts included: no two have the same id"""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -130,6 +135,13 @@ class Request:
     def response_length(self) -> int:
         """Response tokens over all samples; the context that a fork starts from is none."""
         return self._earlier_response + self.samples[-1].columns.response_length
+
+    @property
+    def family(self) -> Iterator[Request]:
+        """The request, its children, theirs: what one rollout is made of."""
+        yield self
+        for child in self.children:
+            yield from child.family
 
     @property
     def rows(self) -> list[Sample]:
@@ -263,7 +275,7 @@ class Request:
         self.reward, self.reward_parts, self.metrics, self.error = None, {}, {}, ""
         self.num_tool_calls = self.num_invalid_calls = 0
         self.session = None
-        self.was_over = False
+        self.was_over, self.calls_before = False, None
         self.attempt += 1
 
     def seal(self) -> None:

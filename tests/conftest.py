@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import Phase, settings
+
+from fsm_rollout import errors
 
 # Before torch and huggingface_hub are imported; they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -22,3 +25,9 @@ settings.register_profile(
     "mutants", max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_was_logged() -> None:
+    """What another test logged is not why this one logs less."""
+    errors._failures.clear()

@@ -19,6 +19,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsm_rollout.agent import Context
 from fsm_rollout.engines.scripted import Reply, ScriptedEngine
 from fsm_rollout.errors import ConfigError, EngineError, HandOverError, ToolError
 from fsm_rollout.limits import Limits, StopReason
@@ -208,6 +209,31 @@ def test_rows_of_forks_and_children_count_once() -> None:
     assert (metrics["rollout/tokens/trained"], metrics["rollout/tokens/aborted"]) == (4, 2)
     assert metrics["rollout/tokens/sampled"] == 6
     assert metrics["rollout/tokens/prompt"] == 3 + 4 + 1
+
+
+def test_turns_and_calls_of_sub_agents_count_with_their_request() -> None:
+    async def lead(ctx: Context) -> None:
+        await ctx.generate()
+        await ctx.spawn("x", limits=Limits(max_turns=1, max_attempts=1))
+        await ctx.spawn("y")
+
+    script = [call("hi") + call("no") + "<tool_call>x</tool_call>", "done"]
+    answers: dict[str, int] = {}
+
+    def answer(asked: Any) -> Any:
+        if not answers:
+            answers[asked.session_id] = 0
+            return "let me ask"
+        position = answers.get(asked.session_id, 0)
+        answers[asked.session_id] = position + 1
+        return script[position]
+
+    engine = ScriptedEngine(answer, tokenizer=TOKENIZER)
+    [group] = asyncio.run(Rollout(engine, TOKENIZER, tools=[Echo], agent=lead).generate(["a"]))
+    metrics = metrics_of([group])
+    assert metrics["rollout/turns/mean"] == 1 + 1 + 2
+    assert metrics["rollout/tool_calls/mean"] == metrics["tool/echo/calls"] == 4
+    assert metrics["rollout/invalid_calls"] == metrics["tools/tool_calls_malformed"] == 2
 
 
 def test_the_summary_shows_the_same_figures(groups: list[Group]) -> None:

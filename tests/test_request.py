@@ -27,7 +27,7 @@ IDENTITY = {
     *("prompt", "prompt_ids", "index", "group_index", "limits", "mode", "label", "metadata"),
     *("tools_kwargs", "log_probs", "declared", "samples", "attempt", "seq", "final", "request"),
     *("rollout_id", "sample_id", "session_id", "train_metadata", "columns", "name", "row_id"),
-    *("has_agent", "is_child", "_spawned"),
+    *("has_agent", "is_child", "_spawned", "num_asked"),
 }
 """fields of Request and Sample that a retry keeps, by name; all others are generated"""
 
@@ -52,6 +52,7 @@ def a_used_request() -> Request:
     sample.non_generation_time = 2.0
     request.reward, request.reward_parts, request.metrics = 1.0, {"tool": 1.0}, {"errors": 1.0}
     request.num_tool_calls, request.num_invalid_calls = 2, 1
+    request.calls_before = 1, 1
     request.session = Tools()
     request.fork([1, 2, 3])
     request.spawn("a part of it")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fsm_rollout.errors import ConfigError, GuardRefused, IllegalEvent, InvariantError
+from fsm_rollout.invariants import violations
 from fsm_rollout.limits import TERMINAL, Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states import guards
@@ -231,6 +232,19 @@ def test_a_refusal_that_blames_the_caller_is_passed_on() -> None:
     with pytest.raises(GuardRefused, match="not a finished model turn with tool calls"):
         machine.settle(Event.OBSERVE, request)
     assert request.status is Status.GENERATING
+
+
+def test_an_answer_may_have_no_tokens() -> None:
+    request, machine = a_request(), Machine()
+    for _ in range(2):
+        machine.fire(Event.GENERATE, request)
+        say(request, 2)
+        request.sample.turns[-1].calls = (ToolCall("echo"),)
+        machine.fire(Event.OBSERVE, request)
+        request.append_response_tokens([], trainable=False)
+    machine.fire(Event.COMPLETE, request, StopReason.TOOL_STOP)
+    assert [turn.kind for turn in request.sample.turns] == ["model", "model"]
+    assert violations(request.sample) == []
 
 
 def test_what_has_ended_cannot_be_settled_into_another_end() -> None:

@@ -9,12 +9,14 @@ puts the ids that the template puts.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +42,8 @@ _PROVED_TOOLS = 4
 """tool results in one turn that are proved at start-up; more are proved when they first occur"""
 _LATER = 128
 """sequences of roles first seen later on whose deltas are kept"""
+_OTHERS = 32
+"""other sets of tools whose codecs are kept"""
 _PER_MESSAGE = 16
 """characters that take as long to encode as a message without any"""
 
@@ -105,31 +109,56 @@ class Codec:
         stop_token_ids: int | Iterable[int] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.tools = tuple(tools)
         self.vocabulary = Vocabulary(tokenizer, stop_token_ids=stop_token_ids)
-        self.template = ChatTemplate(
+        template = ChatTemplate(
             tokenizer, self.vocabulary, source=chat_template, tools=tools, kwargs=template_kwargs
         )
         if isinstance(parser, str):
-            parser = get_parser(parser, generation_prompt=self.template.generation_prompt)
+            parser = get_parser(parser, generation_prompt=template.generation_prompt)
         if isinstance(parser, type) or not callable(getattr(parser, "parse", None)):
             raise ConfigError(f"parser is {parser!r}; give a name, or an object with `parse`")
         self.parser = parser
-        self._watch = FormatWatch(parser.name, self.tools)
-        # What the template adds to a prompt, tool schemas included.
-        self._frame = self.template.render([{"role": "user", "content": "café\n 42 "}])
-        self._deltas: dict[tuple[str, ...], Delta] = {}
-        self._later: dict[tuple[str, ...], Delta] = {}
-        self._compiling = threading.Lock()
-        self.prove()
-        if tools:
-            self.check_parser()
-            self._warn_of_untold_tools()
+        self._others: dict[str, Codec] = {}
+        self._take(template)
         if self.drift:
             logger.warning(
                 "the chat template rewrites history; sampled tokens stay as they are (%s)",
                 self.drift,
             )
+
+    def _take(self, template: ChatTemplate) -> None:
+        """Everything that depends on the template and the tools that it shows."""
+        self.template, self.tools = template, template.tools
+        self._watch = FormatWatch(self.parser.name, self.tools)
+        # What the template adds to a prompt, tool schemas included.
+        self._frame = template.render([{"role": "user", "content": "café\n 42 "}])
+        self._deltas: dict[tuple[str, ...], Delta] = {}
+        self._later: dict[tuple[str, ...], Delta] = {}
+        self._compiling = threading.Lock()
+        self.prove()
+        if self.tools:
+            self.check_parser()
+            self._warn_of_untold_tools()
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Codec:
+        """This codec for other tools, proved as it was. It is kept: asked for again, it is free.
+
+        Raises what making one raises.
+        """
+        key = json.dumps(tools)
+        with self._compiling:
+            if key not in self._others:
+                other = copy(self)
+                other._others = {}
+                other._take(self.template.with_tools(tools))
+                if len(self._others) == _OTHERS:
+                    del self._others[next(iter(self._others))]
+                self._others[key] = other
+            return self._others[key]
+
+    async def with_tools_async(self, tools: Sequence[Mapping[str, Any]]) -> Codec:
+        """`with_tools`, in a thread: a proof takes a while."""
+        return await _off_loop(True, self.with_tools, tools)
 
     @property
     def vocab_size(self) -> int:

@@ -80,6 +80,16 @@ class ChatTemplate:
         self.drift = self._find_drift()
         """the two renders when the template rewrites an assistant turn later on, else ''"""
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """The same template for other tools."""
+        return ChatTemplate(
+            self.tokenizer,
+            self.vocabulary,
+            source=self._source,
+            tools=tools,
+            kwargs=self._kwargs,
+        )
+
     def render(
         self,
         messages: Sequence[Message],

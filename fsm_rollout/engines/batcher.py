@@ -27,7 +27,7 @@ from fsm_rollout.engines.base import Finish, SamplingParams
 from fsm_rollout.engines.kept import Ids, Kept, common
 from fsm_rollout.engines.ragged import SPARE, KeyValues, Span, forward
 from fsm_rollout.engines.sampler import sample
-from fsm_rollout.errors import EngineError
+from fsm_rollout.errors import EngineError, describe, log_failure
 from fsm_rollout.limits import StopReason
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,8 @@ class Batcher:
         self._fail(row, error)
 
     def _fail(self, row: Row, error: Exception) -> None:
-        logger.error("request %s failed in the model", row.request_id, exc_info=error)
+        how = f"failed: {describe(error)}"
+        log_failure(logger, f"request {row.request_id}", "the model", how, error)
         row.fail(
             EngineError(
                 f"request {row.request_id}: the model failed on {row.size} tokens "

@@ -16,7 +16,7 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import TERMINAL, Status, StopReason
 from fsm_rollout.metrics.facts import Facts, RowFacts, facts_of
 from fsm_rollout.request import Group, Request
-from fsm_rollout.tools.result import Outcome
+from fsm_rollout.tools.result import EXECUTED, Outcome
 
 _CUT = frozenset(
     {
@@ -34,8 +34,8 @@ def metrics_of(
 ) -> dict[str, float]:
     """What a finished batch was like; docs/reference/metrics.md lists the names.
 
-    `seconds`: how long the batch took, for perf/tokens_per_s. Rows of children count with those of
-    their request, and what an earlier attempt counted is gone with it.
+    `seconds`: how long the batch took, for perf/tokens_per_s. A request's turns, calls, rows and
+    times are those of its children too, and what an earlier attempt counted is gone with it.
     """
     if not isinstance(played, Iterable):
         raise _no_request(played)
@@ -182,7 +182,7 @@ def _tools_and_engine(facts: list[Facts]) -> dict[str, float]:
             metrics[f"tools/{name}"] = value
     for tool, count in calls.items():
         metrics[f"{tool}/calls"] = count
-        ran = sum(metrics.get(f"{tool}/{outcome}", 0) for outcome in _RAN)
+        ran = sum(metrics.get(f"{tool}/{outcome}", 0) for outcome in EXECUTED)
         if ran:
             metrics[f"{tool}/seconds_per_call"] = seconds.get(tool, 0.0) / ran
     if calls:
@@ -195,7 +195,6 @@ def _tools_and_engine(facts: list[Facts]) -> dict[str, float]:
 
 
 _OUTCOMES = frozenset(get_args(Outcome))
-_RAN = ("ok", "tool_error", "error", "timeout")
 _FAILED = ("tool_error", "error", "timeout", "unavailable", "bad_arguments")
 
 

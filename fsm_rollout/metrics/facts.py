@@ -7,7 +7,6 @@ at once: a mean of the workers' means, or of their percentiles, would be wrong.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -67,7 +66,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def facts_of(request: Request) -> Facts:
     """The facts of a request. Another `group` or `reward`: `msgspec.structs.replace`."""
-    family = list(_family(request))
+    family = list(request.family)
     samples = [sample for one in family for sample in one.samples]
     calls = [call for sample in samples for turn in sample.turns for call in turn.calls]
     counts: Counter[str] = Counter()
@@ -78,9 +77,9 @@ def facts_of(request: Request) -> Facts:
         status=request.status,
         stop_reason=request.stop_reason,
         attempts=request.attempt,
-        num_turns=request.num_turns,
-        num_tool_calls=request.num_tool_calls,
-        num_invalid_calls=request.num_invalid_calls,
+        num_turns=sum(one.num_turns for one in family),
+        num_tool_calls=sum(one.num_tool_calls for one in family),
+        num_invalid_calls=sum(one.num_invalid_calls for one in family),
         num_written_calls=len(calls),
         num_malformed_calls=sum(call.error is not None for call in calls),
         reward=request.reward,
@@ -108,9 +107,3 @@ def row_facts_of(sample: Sample) -> RowFacts:
         versions=tuple(version for version, _ in sample.weight_versions),
         top_p_kept=kept,
     )
-
-
-def _family(request: Request) -> Iterator[Request]:
-    yield request
-    for child in request.children:
-        yield from _family(child)

@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, message
 from fsm_rollout.request import Request
 from fsm_rollout.rewards.batch import Batcher
 from fsm_rollout.rewards.worker import Workers, check_importable
 from fsm_rollout.tools.base import finite
-from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.signature import why_not_one_argument
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, Outcome, gate
 from fsm_rollout.turn import Turn
@@ -138,10 +137,13 @@ class RewardPart:
         value, error = outcome
         if error is not None:
             numbers = ", ".join(str(request.index) for request in requests)
+            where = f"request {numbers}"
             if self._workers is None:
-                logger.error("request %s: %s raised", numbers, self._label, exc_info=error)
+                log_failure(logger, where, self._label, f"raised {describe(error)}", error)
             else:  # which says where in its own process; here stands only how it was asked
-                logger.error("request %s: %s raised %s", numbers, self._label, error)
+                text = message(error)
+                place = text.rpartition("\n  File ")[2].partition("\n")[0]
+                log_failure(logger, where, self._label, f"raised {text}", place=place)
             raise RewardError(f"{self._label} raised {describe(error)}") from error
         return value
 
@@ -149,7 +151,8 @@ class RewardPart:
         flight = Flight(
             lambda: self.function(given),
             in_thread=not self._is_async,
-            label=self._label,
+            where="rewards",
+            what=self._label,
             on_abandon=lambda: None,
         )
         try:

@@ -51,7 +51,8 @@ class Workers:
             flight = Flight(
                 lambda: worker.call(function, sent, timeout_s),
                 in_thread=True,
-                label="reward process",
+                where="rewards",
+                what="a process",
                 on_abandon=lambda: None,
             )
             try:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from fsm_rollout.errors import describe
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import (
     FunctionTool,
@@ -29,13 +30,15 @@ from fsm_rollout.tools.base import (
     json_parts,
     to_response,
 )
-from fsm_rollout.tools.result import describe
 from fsm_rollout.tools.schema import ToolSchema
 from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
 
 _AT_ONCE = nullcontext()
 _SLICE = 1_000
 """parts of a JSON text that are written before the event loop goes on"""
+
+
+def _nothing() -> None: ...
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -131,9 +134,16 @@ class Instance:
                 await held.enter_async_context(gate(self.cls, self.cls.max_concurrent))
             yield
 
-    async def run(self, hook: str, arguments: Mapping[str, Any] | None = None) -> Ended:
+    async def run(
+        self,
+        hook: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        on_start: Callable[[], None] = _nothing,
+    ) -> Ended:
         """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
 
+        `on_start` is called right before, behind the wait for a thread.
         What `execute` returns is made a ToolResponse, in the thread if it ran in one.
         The time of a sync hook starts when one of MAX_THREADS threads is free. A cancel stops the
         hook, within GRACE_S, and is raised again. An inline hook ends here and now.
@@ -158,7 +168,9 @@ class Instance:
 
         if in_thread:
             async with gate("threads", MAX_THREADS):
+                on_start()
                 return await self._fly(hook, call, timeout_s, in_thread=True)
+        on_start()
         if hook not in self._schema.async_hooks:
             ended = _inline(call)  # nothing could stop it, so it needs no task
             if ended.error is not None or not inspect.isawaitable(ended.value):
@@ -169,8 +181,13 @@ class Instance:
     async def _fly(
         self, hook: str, call: Callable[[], Any], timeout_s: float, *, in_thread: bool
     ) -> Ended:
-        label = f"{self._label}: tool {self.name}: {hook}"
-        flight = Flight(call, in_thread=in_thread, label=label, on_abandon=self._on_abandon)
+        flight = Flight(
+            call,
+            in_thread=in_thread,
+            where=self._label,
+            what=f"{hook} of tool {self.name}",
+            on_abandon=self._on_abandon,
+        )
         self.flights.add(flight)
         if hook == "create":
             self._create = flight

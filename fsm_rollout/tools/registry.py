@@ -62,6 +62,20 @@ class Toolset:
         """The OpenAI function schemas for the chat template, in the order of the tools."""
         return [schema.openai for schema in self._schemas.values()]
 
+    def chosen(self, tools: Sequence[ToolSpec]) -> Toolset:
+        """Other tools: some of these, by name, and classes or functions. Raises ConfigError."""
+        if isinstance(tools, str) or not isinstance(tools, Iterable):
+            raise ConfigError(f"tools must be a list, got {tools!r}; put the one tool into a list")
+        for name in tools:
+            if isinstance(name, str) and name not in self.classes:
+                known = ", ".join(self.classes) or "none"
+                hint = did_you_mean(name, self.classes)
+                raise ConfigError(
+                    f"there is no tool {name!r} to choose{hint} (tools: {known}); "
+                    "give one that is not among them as a class or function"
+                )
+        return Toolset([self.classes[t] if isinstance(t, str) else t for t in tools])
+
     def check_row(self, tools_kwargs: Mapping[str, Any] | None) -> None:
         """Check a row's `tools_kwargs[name].{create,execute,calc_reward,release}_kwargs`.
 

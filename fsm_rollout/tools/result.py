@@ -6,7 +6,6 @@ no traceback, no memory address; the log has those.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,16 +18,19 @@ Outcome = Literal[
     "tool_error",
     "error",
     "timeout",
+    "cancelled",
     "unavailable",
     "unknown_tool",
     "bad_arguments",
     "malformed",
     "dropped",
 ]
+EXECUTED: tuple[Outcome, ...] = ("ok", "tool_error", "error", "timeout", "cancelled")
 COUNTERS: Mapping[Outcome, str] = {
     "tool_error": "tool_refusals",
     "error": "tool_errors",
     "timeout": "tool_timeouts",
+    "cancelled": "tool_calls_cancelled",
     "unavailable": "tool_calls_unavailable",
     "unknown_tool": "tool_calls_unknown",
     "bad_arguments": "tool_calls_bad_arguments",
@@ -49,7 +51,6 @@ MALFORMED: Mapping[str, str] = {
     "invalid_unicode": "it is not valid Unicode",
     "call_in_open_reasoning": "the reasoning was not closed before the call",
 }
-_MAX_ERROR_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +71,13 @@ class CallResult:
     @property
     def executed(self) -> bool:
         """`execute` was started; counts against Limits.max_tool_calls."""
-        return self.outcome in ("ok", "tool_error", "error", "timeout")
+        return self.outcome in EXECUTED
 
 
 def malformed_text(call: ToolCall) -> str:
     """What to tell the model about a call that could not be parsed."""
     why = MALFORMED.get(call.error or "", "it cannot be parsed")
     return f"malformed tool call, not executed: {why}"
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one short line, without what changes from run to run."""
-    name = type(error).__name__
-    lines = message(error).lstrip()[:_MAX_ERROR_CHARS].rstrip().splitlines()
-    if not lines:
-        return name
-    line = re.sub(r"\b0x[0-9a-fA-F]{6,}\b", "0x…", lines[0])
-    return f"{name}: {line}"
-
-
-def message(error: BaseException) -> str:
-    """The text of an exception; "" when even that raises."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 def valid_unicode(text: str) -> str:

@@ -13,11 +13,11 @@ import asyncio
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsm_rollout.errors import ToolError
+from fsm_rollout.errors import ToolError, log_failure, message
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite
 from fsm_rollout.tools.instance import Ended, Instance
@@ -27,7 +27,6 @@ from fsm_rollout.tools.result import (
     CallResult,
     Outcome,
     malformed_text,
-    message,
     valid_unicode,
 )
 from fsm_rollout.tools.supervisor import join, keep, own
@@ -39,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 8
 _MAX_CHARS = 262_144
-_MAX_LOGGED_CHARS = 16_384
 
 
 class ToolSession:
@@ -121,10 +119,17 @@ class ToolSession:
         await join(creations, pass_cancel=True)
         self._is_created = True
 
-    async def execute(self, calls: Sequence[ToolCall], *, allowed: int) -> list[CallResult]:
+    async def execute(
+        self,
+        calls: Sequence[ToolCall],
+        *,
+        allowed: int,
+        on_start: Callable[[], None] | None = None,
+    ) -> list[CallResult]:
         """Answer every call, in order; run the first min(max_parallel_calls, allowed) good ones.
 
-        A cancel stops them all, within GRACE_S, and is raised again.
+        `on_start` is called for each of them when it starts. A cancel stops them all, within
+        GRACE_S, and is raised again; those that had started are counted as `cancelled`.
         """
         self._check_open("execute")
         room = min(self._limits.max_parallel_calls, allowed)
@@ -137,7 +142,7 @@ class ToolSession:
             elif len(runs) >= room:
                 answers[number] = self._answer(call, "dropped", "not executed: limit reached")
             else:
-                runs[number] = self._execute(call, *ready)
+                runs[number] = self._execute(call, *ready, on_start)
         if len(runs) == 1:  # the usual case: no task of its own
             [(number, run)] = runs.items()
             answers[number] = await run
@@ -229,15 +234,31 @@ class ToolSession:
             )
 
     async def _execute(
-        self, call: ToolCall, instance: Instance, arguments: dict[str, Any]
+        self,
+        call: ToolCall,
+        instance: Instance,
+        arguments: dict[str, Any],
+        on_start: Callable[[], None] | None,
     ) -> CallResult:
-        name = instance.name
+        name, started = instance.name, 0.0
+
+        def start() -> None:
+            nonlocal started
+            started = time.perf_counter()
+            if on_start is not None:
+                on_start()
+
         async with instance.turn():
             if instance.is_busy or not instance.is_live:
                 why = "an earlier call is still running" if instance.is_busy else "it was closed"
                 return self._answer(call, "unavailable", f"{name} is unavailable: {why}")
-            started = time.perf_counter()
-            ended = await instance.run("execute", arguments)
+            try:
+                ended = await instance.run("execute", arguments, on_start=start)
+            except asyncio.CancelledError:
+                if started:
+                    seconds = time.perf_counter() - started
+                    self._answer(call, "cancelled", "", seconds=seconds)
+                raise
             seconds = time.perf_counter() - started
         if ended.fault is None:
             return self._answer(call, "ok", ended.value, seconds=seconds)
@@ -301,9 +322,7 @@ class ToolSession:
             await self._release_now(instance)
         elif instance.owes_release:
             self.metrics["releases_late"] += 1
-            logger.warning(
-                "%s: release of tool %s waits for a thread that hangs", self._label, instance.name
-            )
+            self._log(instance, "release", Ended(), how="waits for a thread that hangs")
             keep(own(self._release_late(instance, hanging)))
 
     async def _release_late(self, instance: Instance, hanging: set[asyncio.Future[Any]]) -> None:
@@ -324,9 +343,6 @@ class ToolSession:
     def _count_zombie(self) -> None:
         self.metrics["tool_zombies"] += 1
 
-    def _log(self, instance: Instance, hook: str, ended: Ended) -> None:
-        error = ended.error
-        if error is not None and len(message(error)) > _MAX_LOGGED_CHARS:
-            error = None  # a traceback holds the whole text
-        name = instance.name
-        logger.warning("%s: %s of tool %s %s", self._label, hook, name, ended.fault, exc_info=error)
+    def _log(self, instance: Instance, hook: str, ended: Ended, how: str = "") -> None:
+        what, how = f"{hook} of tool {instance.name}", how or ended.fault or ""
+        log_failure(logger, self._label, what, how, ended.error, level=logging.WARNING)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import itertools
 import logging
 import os
 import queue
@@ -20,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from fsm_rollout.errors import log_failure
+
 logger = logging.getLogger(__name__)
 
 GRACE_S = 0.2
@@ -27,7 +28,6 @@ GRACE_S = 0.2
 MAX_THREADS = 64
 """sync hooks that run at the same time in an event loop; abandoned threads do not count"""
 _IDLE_S = 10.0
-_FULL_REPORTS = 10
 
 
 class Flight:
@@ -37,17 +37,20 @@ class Flight:
     is told apart from ours and stops nothing else. `on_abandon` is called if it outlives its stop.
     """
 
-    __slots__ = ("_on_abandon", "_waiter", "is_abandoned", "is_stopped", "label", "task", "thread")
+    __slots__ = (
+        "_on_abandon", "_waiter", "_what", "_where", "is_abandoned", "is_stopped", "task", "thread",
+    )  # fmt: skip
 
     def __init__(
         self,
         hook: Callable[[], Any],
         *,
         in_thread: bool,
-        label: str,
+        where: str,
+        what: str,
         on_abandon: Callable[[], None],
     ) -> None:
-        self.label = label
+        self._where, self._what = where, what
         self.is_stopped = False
         self.is_abandoned = False
         self.thread = _threads.run(hook) if in_thread else None
@@ -75,7 +78,7 @@ class Flight:
         elif not self.task.done():  # as `_wait`, at half the price: each turn pays it
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            timer = loop.call_later(timeout_s, self.wake)
             try:
                 await self._waiter
             finally:
@@ -94,16 +97,16 @@ class Flight:
             if not self.is_done and not self.is_abandoned:
                 self._abandon()
             if self.task.done():  # perhaps before it began: then nothing else wakes `settle`
-                self._wake()
+                self.wake()
 
     def _abandon(self) -> None:
         self.is_abandoned = True
         keep(self.task, self.thread)
         self._on_abandon()
-        number = next(_abandoned)
-        if number <= _FULL_REPORTS or number % 100 == 0:
-            why = "it swallows its cancellation" if self.thread is None else "its thread hangs"
-            logger.warning("%s: abandoned, %s (no. %d of this process)", self.label, why, number)
+        how = "swallows its cancellation" if self.thread is None else "hangs in its thread"
+        log_failure(
+            logger, self._where, self._what, f"{how}: it is abandoned", level=logging.WARNING
+        )
 
     async def _run(self, hook: Callable[[], Any]) -> Outcome:
         try:
@@ -116,7 +119,7 @@ class Flight:
         except BaseException as error:
             return None, error
         finally:
-            self._wake()
+            self.wake()
 
     async def _join(self) -> Any:
         assert self.thread is not None
@@ -130,7 +133,8 @@ class Flight:
             parts = [self.task] if self.thread is None else [self.task, self.thread]
             await asyncio.wait(parts, timeout=timeout_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End the wait of `settle`, whether it is done or not."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -248,4 +252,3 @@ _Jobs = queue.SimpleQueue[tuple[Callable[[], Any], Callable[[Outcome], None]]]
 _threads = _Threads()
 _gates = _Gates()
 _kept: set[asyncio.Future[Any]] = set()
-_abandoned = itertools.count(1)

@@ -97,7 +97,8 @@ def extra_fields(
         "reward_parts": dict(request.reward_parts),
         "turn_spans": [(turn.start, turn.stop) for turn in turns],
         "num_tool_calls": request.num_tool_calls,
-        "tool_call_counts": request.num_tool_calls,  # V0 logs a column of this name
+        # V0 logs a column of this name
+        "tool_call_counts": sum(one.num_tool_calls for one in request.family),
         "num_invalid_calls": request.num_invalid_calls,
         "tool_metrics": dict(request.metrics),
         "min_global_steps": steps[0],
