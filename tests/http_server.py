@@ -125,7 +125,7 @@ class Server:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until what came, or went, makes it so."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while not is_so():
                 self.tick.clear()
                 await self.tick.wait()
@@ -279,7 +279,8 @@ def chunked(*parts: bytes, end: bool = True) -> bytes:
     )
 
 
-PATIENT = HttpSettings(timeout_s=30, idle_timeout_s=30, abort_timeout_s=10, max_tries=3)
+PATIENT = HttpSettings(timeout_s=60, idle_timeout_s=60, abort_timeout_s=30, max_tries=3)
+"""deadlines that no machine misses"""
 FAST = HttpSettings(
     connect_timeout_s=0.3,
     timeout_s=0.25,
@@ -288,6 +289,7 @@ FAST = HttpSettings(
     engine_wait_s=0.6,
     max_tries=3,
 )
+"""deadlines to wait for; for asyncio's loop, as tests/conftest.py has it, where a stall is no time"""
 
 
 def engine_for(*servers: Server | str, settings: HttpSettings = PATIENT, **more: Any) -> HttpEngine:
