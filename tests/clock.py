@@ -14,6 +14,7 @@ from typing import Any
 Ready = list[tuple[selectors.SelectorKey, int]]
 _LATE_S = 0.001
 """how much later than it should a wait may end, and count"""
+_SLICE_S = 0.02
 
 
 class FastForward(asyncio.SelectorEventLoop):
@@ -53,7 +54,8 @@ class Unhurried(asyncio.SelectorEventLoop):
     """asyncio's loop, but a machine that stops for a second takes nothing of any deadline.
 
     Of a wait its timeout counts, and of what runs between two waits the CPU time: the rest is the
-    machine's. Nothing is added, so deadlines never come too early, and none fails to come.
+    machine's. It waits in slices, so that a stop in a long wait takes no more than one, and threads
+    that were stopped too get theirs. Nothing is added: no deadline comes early, and each comes.
     """
 
     def __init__(self) -> None:
@@ -80,9 +82,11 @@ class _Measured(selectors.DefaultSelector):
         if self._left is not None:
             ended, cpu = self._left
             self._loop.lose(begun - ended - (time.thread_time() - cpu))
+        if timeout is not None:
+            timeout = min(max(timeout, 0.0), _SLICE_S)
         ready = super().select(timeout)
         ended = time.monotonic()
         if timeout is not None:
-            self._loop.lose(ended - begun - max(timeout, 0.0))
+            self._loop.lose(ended - begun - timeout)
         self._left = ended, time.thread_time()
         return ready
