@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 import time
-from typing import Any
 
 Ready = list[tuple[selectors.SelectorKey, int]]
 _LATE_S = 0.001

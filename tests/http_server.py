@@ -289,7 +289,7 @@ FAST = HttpSettings(
     engine_wait_s=0.6,
     max_tries=3,
 )
-"""deadlines to wait for; for asyncio's loop, as tests/conftest.py has it, where a stall is no time"""
+"""deadlines to wait for, on asyncio's loop: there a stall of the machine is no time (clock.py)"""
 
 
 def engine_for(*servers: Server | str, settings: HttpSettings = PATIENT, **more: Any) -> HttpEngine:

@@ -44,7 +44,7 @@ def open_files() -> int:
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
-        while not is_so():
+        while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

@@ -166,7 +166,8 @@ def test_each_part_has_a_clock_of_its_own() -> None:
         return 1.0
 
     patient, hurried = RewardPart(slow, timeout_s=5), RewardPart(slow, timeout_s=0.05)
-    request, _ = play(["done"], reward=patient)  # tool_timeout_s is 0.1
+    limits = Limits(tool_timeout_s=0.1)
+    request, _ = play(["done"], tools=[], reward=patient, limits=limits)
     assert request.reward == 1.0
     request, _ = play(["done"], reward=Rewards({"patient": patient, "hurried": hurried}))
     assert request.stop_reason is StopReason.REWARD_ERROR
