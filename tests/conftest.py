@@ -18,7 +18,7 @@ from tests.clock import Unhurried
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-asyncio.events.new_event_loop = Unhurried  # asyncio.run's
+asyncio.new_event_loop = asyncio.events.new_event_loop = Unhurried  # asyncio.run takes the latter
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)
