@@ -47,7 +47,7 @@ pytestmark = [pytest.mark.real_verl, pytest.mark.timeout(300)]
 RIGHT, DONE = said(call(answer="42")), said("It is 42.")
 WRONG = said(call(answer="41"))
 STEP = 5
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module", autouse=True)
