@@ -203,12 +203,12 @@ def elsewhere(server: Server) -> Iterator[Server]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(60)
         yield server
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

@@ -281,6 +281,6 @@ def test_open_files_are_seen_to_before_a_run(soft: int, hard: int, need: int, sa
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.startswith(said), done.stderr

@@ -259,7 +259,7 @@ def test_a_process_ends_with_its_parent_whether_that_exits_or_is_killed(tmp_path
     wait_for_the_end_of(int(note.read_text()))
 
     ended = script(tmp_path, 'if __name__ == "__main__": main()')
-    assert ended.communicate(timeout=50) == ("1.0\n", "")
+    assert ended.communicate(timeout=200) == ("1.0\n", "")
     assert ended.returncode == 0
     wait_for_the_end_of(int(note.read_text()))
 
@@ -268,11 +268,11 @@ def test_a_thread_that_a_function_leaves_behind_does_not_keep_the_run_from_endin
     tmp_path: Path,
 ) -> None:
     ended = script(tmp_path, 'if __name__ == "__main__": main("leave a thread")')
-    out, error = ended.communicate(timeout=40)
+    out, error = ended.communicate(timeout=200)
     assert (sorted(out.split("\n")), error) == (["", "1.0", "said in it"], "")
     wait_for_the_end_of(int((tmp_path / "pid").read_text()))
 
 
 def test_a_script_that_cannot_be_imported_a_second_time_is_told_what_to_do(tmp_path: Path) -> None:
-    out, _ = script(tmp_path, "main(); raise SystemExit(0)").communicate(timeout=50)
+    out, _ = script(tmp_path, "main(); raise SystemExit(0)").communicate(timeout=200)
     assert '`if __name__ == "__main__":`' in out

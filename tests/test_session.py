@@ -1028,7 +1028,7 @@ def test_neither_asyncio_run_nor_the_interpreter_waits_for_tools_that_hang() -> 
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=True,
     )
     assert done.stdout == "['timeout', 'timeout']\n"

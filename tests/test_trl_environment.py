@@ -344,7 +344,7 @@ def test_a_worker_plays_environments_too() -> None:
     worker = RolloutWorker(rollout, given, num_generations=2, environment=environment)
     worker.start()
     try:
-        samples = [worker.rollout_buffer.get(timeout=20) for _ in range(4)]
+        samples = [worker.rollout_buffer.get(timeout=100) for _ in range(4)]
     finally:
         worker.stop()
     rewards = {(s.group_id % 2, s.metrics["reward"]) for s in samples}
