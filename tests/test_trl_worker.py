@@ -95,7 +95,7 @@ def trl_batch(worker: RolloutWorker, *, token_budget: int = 0) -> tuple[Any, dic
     trl: Any = async_grpo_trainer
     metrics: dict[str, list[Any]] = defaultdict(list)
     samples = trl.RolloutQueueDataset(
-        worker.rollout_buffer, lambda: 0, worker.check_health, 30.0, metrics
+        worker.rollout_buffer, lambda: 0, worker.check_health, 300.0, metrics
     )
     planner: Any = trl.FixedCountBatcher(samples, 1, 4)
     if token_budget:
