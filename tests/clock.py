@@ -80,7 +80,8 @@ class _Measured(selectors.DefaultSelector):
         begun = time.monotonic()
         if self._left is not None:
             ended, cpu = self._left
-            self._loop.lose(begun - ended - (time.thread_time() - cpu))
+            ran_s = max(time.thread_time() - cpu, 0.0)  # < 0: it was another thread
+            self._loop.lose(begun - ended - ran_s)
         if timeout is not None:
             timeout = min(max(timeout, 0.0), _SLICE_S)
         ready = super().select(timeout)

@@ -92,14 +92,13 @@ async def _until_stopped(engine: FakeEngine) -> None:
         loop.add_signal_handler(number, stopped.set)
     try:
         await engine.start()
-        typer.echo(f"serving on {engine.url}")
-        await stopped.wait()
     except OSError as error:
         raise ConfigError(f"{engine.url} cannot be served: {error}; choose a free port") from error
+    try:
+        typer.echo(f"serving on {engine.url}")
+        await stopped.wait()
     finally:
         await engine.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvloop would leave its own behind
-            loop.remove_signal_handler(number)
 
 
 def _tokenizer(name: str) -> Any:
