@@ -1,4 +1,4 @@
-"""Unhurried, the event loop under all tests: a stall is no time, and deadlines come all the same."""
+"""Unhurried, the event loop under all tests: a stall is no time, yet each deadline comes."""
 
 from __future__ import annotations
 
