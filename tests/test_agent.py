@@ -486,8 +486,9 @@ def test_a_turn_is_read_even_if_the_agent_cancelled_that(then: str, finish: Any)
             return await parse(*args, **kwargs)
 
         slow.parse_async = parse_async  # type: ignore[method-assign]
+        patience = asyncio.timeout(None)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(None) as patience:
+            async with patience:
                 await ctx.generate()
         assert patience.expired()
         if then == "generates":
