@@ -1,4 +1,5 @@
-"""What every test runs under: no network hub, one thread per process, a Hypothesis profile.
+"""What every test runs under: no network hub, one thread per process, a Hypothesis profile, and
+event loops to which a machine that stalls is no time (tests/clock.py).
 
 HYPOTHESIS_PROFILE picks `dev` (default), `ci` (default where CI is set; the same examples in every
 run) or `deep`.
@@ -6,16 +7,20 @@ run) or `deep`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
 from hypothesis import Phase, settings
 
 from fsm_rollout import errors
+from tests.clock import Unhurried
 
 # Before torch and huggingface_hub are imported; they read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+asyncio.new_event_loop = asyncio.events.new_event_loop = Unhurried  # asyncio.run takes the latter
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True, print_blob=True)

@@ -125,7 +125,7 @@ class Server:
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until what came, or went, makes it so."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(40):
             while not is_so():
                 self.tick.clear()
                 await self.tick.wait()
@@ -203,12 +203,12 @@ def elsewhere(server: Server) -> Iterator[Server]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), loop).result(60)
         yield server
-        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.__aexit__(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 
@@ -279,7 +279,8 @@ def chunked(*parts: bytes, end: bool = True) -> bytes:
     )
 
 
-PATIENT = HttpSettings(timeout_s=30, idle_timeout_s=30, abort_timeout_s=10, max_tries=3)
+PATIENT = HttpSettings(timeout_s=60, idle_timeout_s=60, abort_timeout_s=30, max_tries=3)
+"""deadlines that no machine misses"""
 FAST = HttpSettings(
     connect_timeout_s=0.3,
     timeout_s=0.25,
@@ -288,6 +289,7 @@ FAST = HttpSettings(
     engine_wait_s=0.6,
     max_tries=3,
 )
+"""deadlines to wait for, on asyncio's loop: there a stall of the machine is no time (clock.py)"""
 
 
 def engine_for(*servers: Server | str, settings: HttpSettings = PATIENT, **more: Any) -> HttpEngine:

@@ -49,7 +49,7 @@ def play(
     """One request through `Loop.run`; its invariants hold, whatever happened."""
     engine = ScriptedEngine(script, tokenizer=TOKENIZER)
     limits = kwargs.pop(
-        "limits", Limits(max_context=4_096, tool_timeout_s=0.1, release_timeout_s=0.3)
+        "limits", Limits(max_context=4_096, tool_timeout_s=1.0, release_timeout_s=1.0)
     )
     rollout = Rollout(engine, TOKENIZER, tools=tools, limits=limits, **kwargs)
     request = Request(prompt, limits=limits)
@@ -66,9 +66,9 @@ def said_by_tools(request: Request) -> list[str]:
 
 async def swallow() -> None:
     try:
-        await asyncio.sleep(5)
+        await asyncio.sleep(600)
     except BaseException:
-        await asyncio.sleep(5)
+        await asyncio.sleep(600)
 
 
 async def cancel_itself() -> None:

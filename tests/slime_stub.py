@@ -173,7 +173,7 @@ class _Loop:
         self.thread.start()
 
     def run(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(200)
 
     def close(self) -> None:
         self.run(self.loop.shutdown_asyncgens())

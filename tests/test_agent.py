@@ -8,7 +8,6 @@ pytest.importorskip("transformers")
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
@@ -244,7 +243,8 @@ def test_sub_agents_that_are_left_running_are_cancelled_with_their_tools_release
         """Slow."""
 
         async def execute(self) -> str:
-            await asyncio.sleep(60)
+            is_running.set()
+            await asyncio.sleep(600)
             return ""
 
         def release(self) -> None:
@@ -255,13 +255,14 @@ def test_sub_agents_that_are_left_running_are_cancelled_with_their_tools_release
         return '<tool_call>{"name": "slow", "arguments": {}}</tool_call>' if is_child else "done"
 
     left: list[asyncio.Task[Request]] = []
+    is_running = asyncio.Event()
 
     async def outer(ctx: Context) -> None:
         left.append(asyncio.ensure_future(ctx.spawn("part one")))
-        await asyncio.sleep(0.05)
+        await is_running.wait()
         await ctx.generate()
 
-    request, _ = play(script, agent=outer, tools=(Slow,), limits=Limits(tool_timeout_s=30))
+    request, _ = play(script, agent=outer, tools=(Slow,), limits=Limits(tool_timeout_s=300))
     assert request.status is Status.COMPLETED
     assert [child.stop_reason for child in request.children] == [StopReason.CANCELLED]
     assert released == ["slow", "slow"]
@@ -294,12 +295,13 @@ def test_sub_agents_end_at_once_and_together_even_if_the_run_is_cancelled_twice(
         running = asyncio.ensure_future(rollout.run(request))
         await asyncio.sleep(0.2)
         running.cancel()
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         await asyncio.sleep(0.02)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        seconds, asked = time.monotonic() - started, len(engine.asked)
+        seconds, asked = clock() - started, len(engine.asked)
         await asyncio.sleep(0.3)
         return seconds, len(engine.asked) - asked, request
 
@@ -462,7 +464,7 @@ def test_a_turn_that_takes_too_long_for_the_agent_is_asked_for_again() -> None:
         except TimeoutError:
             await ctx.generate()
 
-    request, engine = play([Reply(ids("slow"), delay_s=5.0), "fast"], agent=impatient)
+    request, engine = play([Reply(ids("slow"), delay_s=600.0), "fast"], agent=impatient)
     assert request.status is Status.COMPLETED
     assert trained_texts(request) == ["fast"]
     assert len(engine.asked) == 2
@@ -478,13 +480,17 @@ def test_a_turn_is_read_even_if_the_agent_cancelled_that(then: str, finish: Any)
         parse = slow.parse_async
 
         async def parse_async(*args: Any, **kwargs: Any) -> Any:
+            if not patience.expired():  # now it does
+                patience.reschedule(asyncio.get_running_loop().time())
             await asyncio.sleep(0.05)  # as for a long turn, in a thread
             return await parse(*args, **kwargs)
 
         slow.parse_async = parse_async  # type: ignore[method-assign]
+        patience = asyncio.timeout(None)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.02):
+            async with patience:
                 await ctx.generate()
+        assert patience.expired()
         if then == "generates":
             calls.append(len((await ctx.generate()).calls))
         elif then == "answers":
@@ -616,8 +622,11 @@ def test_a_request_that_is_resumed_beneath_its_agent_starts_it_anew(when: str) -
 
         async def execute(self, text: str) -> ToolResponse:
             """text: anything"""
+            is_called.set()
             await asyncio.sleep(0.1)
             return ToolResponse("ok", reward=0.5)
+
+    is_called = asyncio.Event()
 
     async def main() -> Request:
         script: list[Any] = [CALL, *[Reply(ids("done"), delay_s=0.1)] * 2]
@@ -625,7 +634,9 @@ def test_a_request_that_is_resumed_beneath_its_agent_starts_it_anew(when: str) -
         rollout = Rollout(engine, TOKENIZER, tools=[Slow], agent=agent)
         request = rollout.request("hello")
         playing = asyncio.ensure_future(rollout.run(request))
-        await asyncio.sleep(0.05 if when == "a tool" else 0.15)
+        await is_called.wait()
+        while when == "the engine" and len(engine.asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         rollout.loop.machine.fire(Event.ABORT, request, StopReason.PAUSED)
         rollout.loop.machine.fire(Event.RESUME, request)
         return await playing

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 
 import copy
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,8 @@ def exact(request):
 def stop_at_the_third(request):
     if request.index == 2:
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
+        for _ in range(600):  # until the run has ended: nobody waits for this thread
+            time.sleep(0.1)
     return 1.0
 
 def always_fails(request):
@@ -374,7 +376,11 @@ def test_ctrl_c_saves_what_was_played(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = config(folder, reward="my_rewards:stop_at_the_third", max_concurrent=1)
-    code, out = command(monkeypatch, capsys, "run", given)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
+    try:
+        code, out = command(monkeypatch, capsys, "run", given)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert code == 130, out
     assert "stopped: 2 of 6 requests were played" in out
     code, out = command(monkeypatch, capsys, "verify", "samples.jsonl")

@@ -44,7 +44,7 @@ def heard_from(wire: str, *, options: dict[str, Any] | None = None, **asked: Any
     return found
 
 
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -226,7 +226,7 @@ def test_a_stop_breaks_off_what_runs() -> None:
     async def stop(fake: FakeEngine, session: aiohttp.ClientSession) -> None:
         asked = asyncio.ensure_future(ask(session, fake.url, "sglang"))
         await until(lambda: fake.num_running)
-        await asyncio.wait_for(fake.stop(), 2)
+        await asyncio.wait_for(fake.stop(), 20)
         with pytest.raises(aiohttp.ClientError):
             await asked
 
@@ -283,7 +283,7 @@ def test_an_aborted_call_returns_what_was_out(wire: str, stream: bool) -> None:
         asked = asyncio.ensure_future(ask(session, fake.url, wire, limit=512, stream=stream))
         await asyncio.sleep(0.15)
         await abort(session, fake.url, wire, ABORTED_AS[wire].format("0" * 32))
-        heard = await asyncio.wait_for(asked, 2)
+        heard = await asked
         assert fake.generations()[0].outcome == "aborted"
         assert fake.num_running == 0
         return heard
@@ -351,7 +351,7 @@ def test_work_ends_when_the_client_goes_away(wire: str, stream: bool) -> None:
         await until(lambda: fake.num_running)
         assert "num_requests_running{" in await call(session, fake.url, "/metrics", method="GET")
         asked.cancel()
-        await until(lambda: not fake.num_running, seconds=1)
+        await until(lambda: not fake.num_running)
         metrics = await call(session, fake.url, "/metrics", method="GET")
         assert re.search(r"vllm:num_requests_running\{.*\} 0\.0", metrics)
         assert fake.generations()[0].outcome == "disconnected"
@@ -617,4 +617,4 @@ def test_the_command_serves_until_it_is_told_to_stop() -> None:
 
         asyncio.run(once())
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait(40) == 0

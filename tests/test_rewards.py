@@ -161,12 +161,13 @@ def test_what_is_no_function_is_a_config_error() -> None:
 
 
 def test_each_part_has_a_clock_of_its_own() -> None:
-    def slow(request: Request) -> float:
-        time.sleep(0.2)
+    async def slow(request: Request) -> float:
+        await asyncio.sleep(0.2)
         return 1.0
 
     patient, hurried = RewardPart(slow, timeout_s=5), RewardPart(slow, timeout_s=0.05)
-    request, _ = play(["done"], reward=patient)  # tool_timeout_s is 0.1
+    limits = Limits(tool_timeout_s=0.1)
+    request, _ = play(["done"], tools=[], reward=patient, limits=limits)
     assert request.reward == 1.0
     request, _ = play(["done"], reward=Rewards({"patient": patient, "hurried": hurried}))
     assert request.stop_reason is StopReason.REWARD_ERROR
@@ -265,10 +266,8 @@ def test_a_batch_is_one_call_with_a_list() -> None:
 
 
 def test_a_batch_that_is_not_full_waits_only_so_long() -> None:
-    started = time.monotonic()
     groups = generate(RewardPart(lambda rs: [1.0] * len(rs), batch=64, batch_wait_s=0.1), range(3))
     assert outcomes(groups) == [1.0] * 3
-    assert time.monotonic() - started < 3
 
 
 def test_calls_of_a_batch_do_not_overlap() -> None:
@@ -303,32 +302,37 @@ def test_a_request_that_breaks_its_batch_costs_no_other_its_reward(fault: str) -
 
 def test_a_batch_function_that_always_hangs_ends_after_two_deadlines() -> None:
     async def judge(requests: list[Request]) -> list[float]:
-        await asyncio.sleep(60)
+        calls.append(len(requests))
+        await asyncio.sleep(600)
         return []
 
-    started = time.monotonic()
+    calls: list[int] = []
     groups = generate(RewardPart(judge, batch=8, timeout_s=0.2), range(8))
     assert outcomes(groups) == [StopReason.REWARD_ERROR] * 8
-    assert time.monotonic() - started < 3
+    assert sum(calls) <= 16  # in a batch, then alone
 
 
 def test_a_cancelled_run_stops_the_call_that_its_batch_waits_for() -> None:
-    stopped: list[int] = []
+    called, stopped = asyncio.Event(), asyncio.Event()
 
     async def judge(requests: list[Request]) -> list[float]:
+        assert len(requests) == 2
+        called.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
-            stopped.append(len(requests))
+            stopped.set()
         return []
 
-    rollout = rollout_with(RewardPart(judge, batch=4, timeout_s=60))
+    rollout = rollout_with(RewardPart(judge, batch=2, batch_wait_s=60, timeout_s=600))
 
     async def drive() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rollout.generate(["a", "b"]), 0.3)
-        await asyncio.sleep(0.3)
-        assert stopped == [2]
+        running = asyncio.create_task(rollout.generate(["a", "b"]))
+        await called.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await stopped.wait()
 
     asyncio.run(drive())
 
@@ -441,7 +445,7 @@ def test_a_part_serves_the_event_loops_of_two_threads_at_once() -> None:
 
     with ThreadPoolExecutor(3) as threads:
         scored = [threads.submit(score_many) for _ in range(3)]
-        assert [one.result(timeout=30) for one in scored] == [[*range(50)] * 5] * 3
+        assert [one.result(timeout=50) for one in scored] == [[*range(50)] * 5] * 3
 
 
 # -- groups ----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ pytest.importorskip("transformers")
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,15 @@ def test_one_slow_tool_does_not_hold_up_the_others() -> None:
 
         async def execute(self, seconds: float) -> str:
             """seconds: how long"""
-            await asyncio.sleep(seconds)
+            if seconds:
+                await others_are_done.wait()
             return ""
+
+    others_are_done = asyncio.Event()
 
     def script(asked: Asked) -> str:
         if asked.request_id.endswith(".00000001"):
-            seconds = 0.3 if asked.session_id.endswith("-0") else 0
+            seconds = 300 if asked.session_id.endswith("-0") else 0
             return (
                 f'<tool_call>{{"name": "sleep", "arguments": {{"seconds": {seconds}}}}}</tool_call>'
             )
@@ -105,6 +107,8 @@ def test_one_slow_tool_does_not_hold_up_the_others() -> None:
     def listen(transition: Transition) -> None:
         if transition.dest.is_terminal:
             done.append(transition.request.index)
+            if len(done) == 19:
+                others_are_done.set()
 
     engine = ScriptedEngine(script, tokenizer=TOKENIZER)
     rollout = Rollout(engine, TOKENIZER, tools=[Sleep], listeners=[listen])
@@ -121,7 +125,7 @@ def test_a_bug_in_a_listener_reaches_the_caller_and_the_others_are_released() ->
 
         async def execute(self, text: str) -> str:
             """text: anything"""
-            await asyncio.sleep(5)
+            await asyncio.sleep(600)
             return ""
 
         def release(self) -> None:
@@ -133,11 +137,9 @@ def test_a_bug_in_a_listener_reaches_the_caller_and_the_others_are_released() ->
 
     call = '<tool_call>{"name": "held", "arguments": {"text": ""}}</tool_call>'
     rollout = Rollout(scripted(call), TOKENIZER, tools=[Held], listeners=[listen])
-    started = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="a bug"):
         fsm_rollout.run(rollout.generate(["a"] * 5))
     assert len(released) == 5
-    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -25,7 +26,7 @@ from fsm_rollout.tools.supervisor import GRACE_S, MAX_THREADS, gate
 from fsm_rollout.turn import ToolCall
 
 SHORT = Limits(tool_timeout_s=0.05, release_timeout_s=0.1)
-PATIENT = Limits(tool_timeout_s=5.0, release_timeout_s=5.0)
+PATIENT = Limits(tool_timeout_s=30.0, release_timeout_s=30.0)
 
 
 class Logged(Tool):
@@ -79,13 +80,14 @@ def answer(tool: Any, limits: Limits = PATIENT, **arguments: Any) -> tuple[str, 
 async def cancelled(work: Awaitable[Any], *after_s: float) -> float:
     """Run `work`, cancel it after these pauses; the seconds until it raised CancelledError."""
     task = asyncio.ensure_future(work)
-    started = time.perf_counter()
+    clock = asyncio.get_running_loop().time
+    started = clock()
     for pause in after_s:
         await asyncio.sleep(pause)
         task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    return time.perf_counter() - started
+    return clock() - started
 
 
 # -- one life --------------------------------------------------------------------------------------
@@ -432,9 +434,9 @@ def test_what_a_thread_answers_is_written_in_that_thread() -> None:
 class SwallowOnce(Logged):
     async def execute(self) -> str:
         try:
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
         except BaseException:
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
         return "late"
 
 
@@ -442,7 +444,7 @@ class SwallowForever(Logged):
     async def execute(self) -> str:
         while True:
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(600)
             except BaseException:
                 self.log.append("swallowed")
 
@@ -452,9 +454,7 @@ def test_a_tool_that_swallows_its_cancellation_is_abandoned_and_still_released(
     bad: type[Logged],
 ) -> None:
     bad.log.clear()
-    started = time.perf_counter()
     outcome, text, session = answer(bad, SHORT)
-    assert time.perf_counter() - started < 1.0
     assert (outcome, text) == ("timeout", "t timed out after 0.05 s")
     assert session.metrics["tool_timeouts"] == session.metrics["tool_zombies"] == 1
     assert bad.log.count("release") == 1
@@ -464,7 +464,7 @@ def test_a_tool_that_answers_its_cancellation_still_timed_out() -> None:
     class Stubborn(Tool):
         async def execute(self) -> str:
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(600)
             except asyncio.CancelledError:
                 return "too late"
             return ""
@@ -477,7 +477,7 @@ def test_after_a_cancel_the_calls_have_a_bounded_grace_and_the_cancel_is_deliver
     class Clean(Logged):
         async def execute(self) -> str:
             try:
-                await asyncio.sleep(10)
+                await asyncio.sleep(600)
             finally:
                 await asyncio.sleep(0.01)
                 self.log.append("cleaned")
@@ -540,7 +540,7 @@ def test_a_create_that_times_out_is_still_released() -> None:
     class Slow(Logged):
         async def create(self) -> None:
             self.log.append("create")
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
 
     outcome, text, _ = answer(Slow, SHORT)
     assert (outcome, text) == ("unavailable", "t is unavailable: create timed out after 0.05 s")
@@ -551,7 +551,7 @@ def test_a_create_that_is_cancelled_is_still_released_and_one_that_never_began_i
     class Slow(Logged):
         async def create(self) -> None:
             self.log.append("create")
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
 
     async def main(*after_s: float) -> None:
         session = ToolSession(Toolset([Slow]), limits=PATIENT)
@@ -568,7 +568,7 @@ def test_a_create_that_is_cancelled_is_still_released_and_one_that_never_began_i
 def test_a_session_whose_creates_were_cancelled_cannot_go_on() -> None:
     class Slow(Logged):
         async def create(self) -> None:
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
 
     async def main() -> None:
         session = ToolSession(Toolset([Slow, "calculator"]), limits=PATIENT)
@@ -588,7 +588,7 @@ def test_a_session_whose_creates_were_cancelled_cannot_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "create", [lambda self: 1 / 0, lambda self: asyncio.sleep(10)], ids=["fails", "hangs"]
+    "create", [lambda self: 1 / 0, lambda self: asyncio.sleep(600)], ids=["fails", "hangs"]
 )
 def test_a_session_goes_on_without_a_tool_whose_create_failed_or_timed_out(create: Any) -> None:
     async def main() -> None:
@@ -604,14 +604,22 @@ def test_a_session_goes_on_without_a_tool_whose_create_failed_or_timed_out(creat
 
 
 def test_a_create_whose_thread_raises_after_its_deadline_failed_by_itself() -> None:
+    late = threading.Event()
+
     class Late(Logged):
         def create(self) -> None:  # type: ignore[override]
-            time.sleep(0.1)
+            late.wait(600)
             raise RuntimeError("no sandbox")
 
-    outcome, _, session = answer(Late, Limits(tool_timeout_s=0.02))
-    assert outcome == "unavailable"
-    assert session.unavailable["t"] == "create timed out after 0.02 s"
+    async def main() -> None:
+        limits = Limits(tool_timeout_s=0.02, release_timeout_s=30)
+        session = ToolSession(Toolset([Late]), limits=limits)
+        await session.open()
+        late.set()
+        assert session.unavailable["t"] == "create timed out after 0.02 s"
+        await session.close()
+
+    asyncio.run(main())
     assert Late.log == []
 
 
@@ -663,7 +671,7 @@ def test_any_number_of_cancels_while_closing_still_releases_and_delivers_the_can
     async def main() -> None:
         session = ToolSession(Toolset([Slow]), limits=PATIENT)
         await session.open()
-        assert await cancelled(session.close(), 0.01, 0.01, 0.01) >= 0.05
+        assert await cancelled(session.close(), 0.01, 0.01, 0.01) > 0.049
         await session.close()
 
     asyncio.run(main())
@@ -683,11 +691,9 @@ def test_a_release_that_fails_is_counted_and_hurts_no_other(how: str) -> None:
                 raise RuntimeError("gone")
             if how == "cancel itself":
                 raise asyncio.CancelledError
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
 
-    started = time.perf_counter()
     _, session = asyncio.run(play([Bad, Fine], limits=SHORT))
-    assert time.perf_counter() - started < 1.0
     assert Bad.log == Fine.log == ["create", "release"]
     assert session.metrics["release_errors"] == 1
 
@@ -702,14 +708,16 @@ def test_the_end_of_the_event_loop_does_not_lose_a_release() -> None:
         session = ToolSession(Toolset([Slow]), limits=PATIENT)
         try:
             await session.open()
-            await asyncio.sleep(10)
+            has_opened.set()
+            await asyncio.sleep(600)
         finally:
             await session.close()
 
     async def main() -> None:
         tasks.append(asyncio.create_task(use()))
-        await asyncio.sleep(0.01)
+        await has_opened.wait()
 
+    has_opened = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
     asyncio.run(main())
     assert Slow.log == ["create", "release"]
@@ -722,7 +730,7 @@ def test_a_session_closed_while_it_opens_and_while_it_executes_releases_once() -
             await asyncio.sleep(0.01)
 
         async def execute(self) -> str:
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
             return ""
 
     async def main(pause_s: float) -> None:
@@ -760,7 +768,7 @@ class Stuck(Tool):
 
     def execute(self) -> str:
         self.log.append("start")
-        self.go.wait(10)
+        self.go.wait(600)
         self.log.append("end")
         return "late"
 
@@ -787,12 +795,10 @@ def test_a_sync_tool_that_hangs_is_abandoned_and_released_only_when_its_thread_e
         assert second.outcome == "unavailable"
         assert await session.calc_rewards() == {}
         assert session.reward_errors == {"hang": "an earlier call is still running"}
-        started = time.perf_counter()
         await session.close()
-        assert time.perf_counter() - started < 0.3
-        assert Hang.log == ["start"]
+        assert "release" not in Hang.log
         Hang.go.set()
-        assert await asyncio.to_thread(Hang.released.wait, 5)
+        assert await asyncio.to_thread(Hang.released.wait, 30)
         return session
 
     session = asyncio.run(main())
@@ -805,7 +811,7 @@ def test_a_reward_waits_for_a_thread_of_its_object_that_ends_in_time() -> None:
     class Late(Stuck): ...
 
     async def main() -> None:
-        session = ToolSession(Toolset([Late]), limits=Limits(tool_timeout_s=0.3))
+        session = ToolSession(Toolset([Late]), limits=Limits(tool_timeout_s=1.0))
         await session.open()
         (result,) = await session.execute([call("late")], allowed=1)
         assert result.outcome == "timeout"
@@ -843,7 +849,7 @@ def test_a_thread_that_ends_after_its_event_loop_hurts_nobody(
     with caplog.at_level(logging.DEBUG):
         outcome, _, _ = answer(Late, SHORT)
         Late.go.set()
-        for _ in range(500):
+        for _ in range(3_000):
             if "ended after its event loop" in caplog.text:
                 break
             time.sleep(0.01)
@@ -861,7 +867,7 @@ def test_idle_threads_end_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None
         threads.append(threading.current_thread())
 
     answer(where)
-    threads[0].join(5)
+    threads[0].join(30)
     assert not threads[0].is_alive()
 
 
@@ -870,7 +876,7 @@ def test_a_release_waits_for_a_thread_that_ends_in_time() -> None:
 
     async def main() -> None:
         session = ToolSession(
-            Toolset([Late]), limits=Limits(tool_timeout_s=0.05, release_timeout_s=5.0)
+            Toolset([Late]), limits=Limits(tool_timeout_s=0.05, release_timeout_s=30.0)
         )
         await session.open()
         await session.execute([call("late")], allowed=1)
@@ -913,7 +919,7 @@ def test_hanging_threads_do_not_starve_other_tools() -> None:
         return n
 
     async def main() -> None:
-        limits = Limits(tool_timeout_s=0.05, max_parallel_calls=MAX_THREADS)
+        limits = Limits(tool_timeout_s=1.0, max_parallel_calls=MAX_THREADS)
         session = ToolSession(Toolset([hang, fine]), limits=limits)
         await session.open()
         stuck = await session.execute([call("hang")] * MAX_THREADS, allowed=MAX_THREADS)
@@ -927,24 +933,21 @@ def test_hanging_threads_do_not_starve_other_tools() -> None:
 
 
 def test_sync_calls_of_one_object_run_one_after_the_other_and_functions_in_parallel() -> None:
-    running, most = Counter[str](), Counter[str]()
-
-    def busy(name: str) -> None:
-        running[name] += 1
-        most[name] = max(most[name], running[name])
-        time.sleep(0.01)
-        running[name] -= 1
+    meet, running, most = threading.Barrier(4), 0, 0
 
     class Stateful(Tool):
         def execute(self) -> None:
-            busy("stateful")
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            time.sleep(0.01)
+            running -= 1
 
-    function = tool(name="function")(lambda: busy("function"))
+    function = tool(name="function")(lambda: meet.wait(30))
     calls = [call("stateful")] * 4 + [call("function")] * 4
     results, _ = asyncio.run(play([Stateful, function], calls))
     assert [r.outcome for r in results] == ["ok"] * 8
-    assert most["stateful"] == 1
-    assert most["function"] > 1
+    assert most == 1
 
 
 def test_sync_hooks_run_in_threads_of_our_own_unless_the_tool_is_not_blocking() -> None:
@@ -959,28 +962,32 @@ def test_sync_hooks_run_in_threads_of_our_own_unless_the_tool_is_not_blocking() 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "thread"])
 def test_a_tool_runs_at_most_max_concurrent_calls_over_all_sessions(is_async: bool) -> None:
-    running, most = 0, 0
+    lock, running, most = threading.Lock(), 0, 0
+    both: Any  # of those that may run at the same time: none goes on before the other is there
 
-    def enter() -> None:
+    @contextmanager
+    def counted() -> Iterator[None]:
         nonlocal running, most
-        running += 1
-        most = max(most, running)
+        with lock:
+            running += 1
+            most = max(most, running)
+        yield
+        with lock:
+            running -= 1
 
     async def wait() -> None:
-        nonlocal running
-        enter()
-        await asyncio.sleep(0.005)
-        running -= 1
+        with counted():
+            await both.wait()
 
     def sleep() -> None:
-        nonlocal running
-        enter()
-        time.sleep(0.005)
-        running -= 1
+        with counted():
+            both.wait(30)
 
     limited = tool(name="limited", max_concurrent=2)(wait if is_async else sleep)
 
     async def main() -> list[str]:
+        nonlocal both
+        both = asyncio.Barrier(2) if is_async else threading.Barrier(2)
         plays = await asyncio.gather(*(play([limited], [call("limited")] * 3) for _ in range(4)))
         return [r.outcome for results, _ in plays for r in results]
 
@@ -998,13 +1005,13 @@ def test_neither_asyncio_run_nor_the_interpreter_waits_for_tools_that_hang() -> 
         from fsm_rollout.tools import Tool, Toolset, ToolSession
 
         class Sleeps(Tool):
-            def execute(self): time.sleep(60)
+            def execute(self): time.sleep(600)
             def release(self): print("released")
 
         class Swallows(Tool):
             async def execute(self):
                 while True:
-                    try: await asyncio.sleep(60)
+                    try: await asyncio.sleep(600)
                     except BaseException: pass
 
         async def main():
@@ -1021,7 +1028,7 @@ def test_neither_asyncio_run_nor_the_interpreter_waits_for_tools_that_hang() -> 
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=200,
         check=True,
     )
     assert done.stdout == "['timeout', 'timeout']\n"
@@ -1152,7 +1159,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error_and_never_a_number(
 def test_a_cancelled_reward_is_an_error_and_not_asked_again() -> None:
     async def main() -> None:
         session = ToolSession(
-            Toolset([rewarded(lambda: asyncio.sleep(10), "slow")]), limits=PATIENT
+            Toolset([rewarded(lambda: asyncio.sleep(600), "slow")]), limits=PATIENT
         )
         await session.open()
         await cancelled(session.calc_rewards(), 0.01)

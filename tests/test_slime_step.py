@@ -48,7 +48,7 @@ async def slow_for_some(args: Any, sample: Any) -> float:
     """The judge of group 0 is quick; the others take for ever."""
     if sample.group_index:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         finally:
             events.append("ended")
     return 1.0
@@ -109,7 +109,7 @@ class Hangs(Tool):
 
     async def execute(self, text: str) -> str:
         """text: what to say"""
-        await asyncio.sleep(60 if self.hangs and not Hangs.is_mended else 0)
+        await asyncio.sleep(600 if self.hangs and not Hangs.is_mended else 0)
         return text
 
     def release(self) -> None:
@@ -198,7 +198,7 @@ def test_what_is_not_needed_is_cancelled_at_once_with_its_tools(start: Any) -> N
         )
         started = time.monotonic()
         output = step.play(args)
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 40
     assert [sample.group_index for sample in flat(output.samples)] == [0, 0]
     assert events == ["ended"] * len(events)
 

@@ -97,7 +97,7 @@ def test_the_cost_of_an_event_does_not_depend_on_its_chunks() -> None:
         events.feed(b"x")
     (event,) = events.feed(b"\n\n")
     assert len(event) == size
-    assert time.process_time() - started < 3  # O(size ** 2) takes minutes
+    assert time.process_time() - started < 20  # O(size ** 2) takes minutes
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

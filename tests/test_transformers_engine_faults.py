@@ -8,7 +8,6 @@ pytest.importorskip("torch")
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 
 from fsm_rollout.engines.base import Generation, SamplingParams
@@ -31,8 +30,20 @@ from tests.tiny_llama import (
 )
 
 
-def slow(_: list[int]) -> None:
-    time.sleep(0.005)
+class Held:
+    """Once it `is_on`, passes of the model run up to the `last`, which waits to be let go."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.passes = last, 0
+        self.is_on, self.go = False, threading.Event()
+
+    def __call__(self, _: list[int]) -> None:
+        self.passes += self.is_on
+        if self.passes == self.last:
+            self.go.wait(100)
+
+    async def reached(self) -> None:
+        await until(lambda: self.passes >= self.last)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -44,21 +55,22 @@ def test_an_abort_returns_the_tokens_so_far_and_frees_the_place() -> None:
     prompt = ids(7, 10)
     full = serve(lambda engine: ask(engine, prompt, 100, seed=3, **NEVER))
 
-    async def use(engine: TransformersEngine) -> tuple[int, Generation, Generation]:
-        passes.clear()
+    async def use(engine: TransformersEngine) -> tuple[Generation, Generation]:
+        held.is_on = True
         running = asyncio.create_task(ask(engine, prompt, 100, request="a", seed=3, **NEVER))
         waiting = asyncio.create_task(ask(engine, ids(8, 5), 3, request="b", **NEVER))
-        await until(lambda: len(passes) >= 5)
+        await held.reached()
         assert not waiting.done()
-        begun = len(passes)  # a pass for each token so far
         await engine.abort("a")
         await engine.abort("unknown")
-        return begun, await running, await waiting
+        held.go.set()
+        return await running, await waiting
 
-    with watched(slow) as passes:
-        begun, partial, other = serve(use, max_batch=1)
+    held = Held(5)  # a pass for each token
+    with watched(held):
+        partial, other = serve(use, max_batch=1)
     count = len(partial.token_ids)
-    assert 0 < count <= begun + 2 < 100
+    assert 0 < count <= held.last
     assert partial.finish == "abort"
     assert sampled(partial) == sampled(full)[:count]
     assert_log_probs_are_plain(prompt, partial)
@@ -81,18 +93,20 @@ def test_an_abort_while_waiting_returns_no_token() -> None:
 
 def test_cancelling_the_task_ends_the_work() -> None:
     async def use(engine: TransformersEngine) -> None:
-        passes.clear()
+        held.is_on = True
         task = asyncio.create_task(ask(engine, ids(9, 10), 100, **NEVER))
-        await until(lambda: len(passes) >= 3)
+        await held.reached()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        held.go.set()
         await ask(engine, ids(10, 5), 1, request="other")  # in a batch of one: the place is free
-        count = len(passes)
+        count = held.passes
         await asyncio.sleep(0.05)
-        assert len(passes) == count < 100
+        assert held.passes == count < 100
 
-    with watched(slow) as passes:
+    held = Held(3)
+    with watched(held):
         serve(use, max_batch=1)
 
 
@@ -102,7 +116,7 @@ def test_the_event_loop_never_waits_for_torch() -> None:
 
     def hold(_: list[int]) -> None:
         entered.set()
-        in_time.append(released.wait(10))
+        in_time.append(released.wait(100))
 
     async def use(engine: TransformersEngine) -> None:
         with watched(hold):
@@ -119,9 +133,12 @@ def test_closing_fails_what_is_pending_and_refuses_what_comes() -> None:
     async def use(engine: TransformersEngine) -> None:
         asked = (ask(engine, ids(i, 10), 100, request=f"{i}", **NEVER) for i in range(3))
         tasks = [asyncio.create_task(request) for request in asked]
-        passes.clear()
-        await until(lambda: len(passes) >= 3)
-        await engine.close()
+        held.is_on = True
+        await held.reached()
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.05)
+        held.go.set()
+        await closing
         await engine.close()
         for task in tasks:
             with pytest.raises(EngineError, match="was closed") as caught:
@@ -130,7 +147,8 @@ def test_closing_fails_what_is_pending_and_refuses_what_comes() -> None:
         with pytest.raises(EngineError, match="is closed"):
             await ask(engine, ids(0, 5))
 
-    with watched(slow) as passes:
+    held = Held(3)
+    with watched(held):
         serve(use, max_batch=2)
 
 

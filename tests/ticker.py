@@ -2,7 +2,8 @@
 
 A task that wakes every millisecond and notes its longest delay. What the kernel says that this
 process' own threads waited for a CPU meanwhile (Linux: schedstat) is the machine's fault and is
-taken off; what is left was spent on the loop itself, or waiting for the GIL.
+taken off; so is what exceeds the CPU time of the process, which was stopped then. What is left was
+spent on the loop itself, or waiting for the GIL.
 """
 
 from __future__ import annotations
@@ -42,21 +43,23 @@ class Ticker:
     async def _tick(self) -> None:
         main = str(threading.get_native_id())
         before = _clocks()
-        last = time.perf_counter()
+        last, busy = time.perf_counter(), time.process_time()
         while True:
             await asyncio.sleep(INTERVAL_S)
             now, after = time.perf_counter(), _clocks()
             late = now - last - INTERVAL_S
             ran, starved = (b - a for a, b in zip(before[main], after[main], strict=True))
             # while this thread could not run for want of the GIL, its holder may have starved
+            # while this thread could not run for want of the GIL, its holder may have starved
             others = sum(
                 after[thread][1] - before[thread][1]
                 for thread in after.keys() & before.keys() - {main}
             )
-            blocked = max(late - ran - starved, 0.0)
-            self.stall_s = max(self.stall_s, min(late, ran) + max(blocked - others, 0.0))
+            blocked = max(late - ran - starved - others, 0.0)
+            all_ran = time.process_time() - busy  # also threads that came or went
+            self.stall_s = max(self.stall_s, min(late, ran) + min(blocked, all_ran))
             self.ticks += 1
-            last, before = time.perf_counter(), after
+            last, busy, before = time.perf_counter(), time.process_time(), after
 
 
 def _clocks() -> dict[str, tuple[float, float]]:

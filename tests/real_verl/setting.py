@@ -184,10 +184,10 @@ def rows(count: int, **columns: Any) -> DataProto:
 
 
 def played(worker_cls: type[AgentLoopWorker], settings: Any, client: Any, batch: DataProto) -> Any:
-    """What a worker without ray makes of a batch, within 20 s."""
+    """What a worker without ray makes of a batch, within 50 s."""
 
     async def play() -> Any:
         worker = worker_cls(settings, llm_client=client)
-        return await asyncio.wait_for(worker.generate_sequences(batch), 20)
+        return await asyncio.wait_for(worker.generate_sequences(batch), 50)
 
     return asyncio.run(play())

@@ -104,7 +104,7 @@ def test_v1_stores_only_what_was_sampled(scripts: Any) -> None:
     async def play() -> None:
         worker = manager_tq.FsmAgentLoopWorkerTQ(SETTINGS, llm_client=client)
         await worker.generate_sequences(prompts)
-        await asyncio.wait(worker.background_tasks, timeout=20)
+        await asyncio.wait(worker.background_tasks, timeout=50)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager_tq, "tq", queue)

