@@ -233,6 +233,7 @@ class Request:
         fresh.set_prompt(ids)  # while it is nobody's: the status is that of a new one
         self.check_prompt(fresh.prompt_length, is_fork=True)
         fresh.media += media
+        fresh.is_fork = True
         fresh.request, last.continued_by = self, fresh.sample_id
         self._earlier_response += last.response_length
         self._earlier_turns += last.num_turns

@@ -42,6 +42,7 @@ class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     label: Any
     metadata: dict[str, Any]
     train_metadata: dict[str, Any] | None
+    is_fork: bool = False
     continued_by: str = ""
     status: Status
     stop_reason: StopReason | None

@@ -55,13 +55,14 @@ class Sample:
     is_child: bool = False
     """a sub-agent's: its reward may be its own, and is in no group's mean"""
     prompt: Any = None
-    """the messages that were rendered; frozen input"""
+    """the messages that were rendered; frozen input, as label and metadata are"""
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """frozen input"""
     train_metadata: Mapping[str, Any] | None = None
+    is_fork: bool = False
+    """its prompt goes on from another row, see `Request.fork`"""
     continued_by: str = ""
-    """sample_id of the row that goes on from here, see `Request.fork`; empty: the last one"""
+    """sample_id of the row that goes on from here; empty: the last one"""
     columns: Columns = field(default_factory=Columns)
     turns: list[Turn] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
@@ -387,8 +388,7 @@ class Sample:
         return turn
 
     def _where(self) -> str:
-        request = self.request
-        attempt = "" if request is None else f", attempt {request.attempt}"
+        attempt = "" if self.request is None else f", attempt {self.request.attempt}"
         return f"sample {self.sample_id or self.index}{attempt}, turn {self.num_turns}"
 
 

@@ -51,6 +51,7 @@ def test_a_fork_goes_on_from_context_that_is_not_trained_again() -> None:
     assert first.tokens.tolist() == [1, 2, 3, 10, 11, 9, 12, 13]
     assert (second.tokens.tolist(), second.prompt_length) == ([1, 2, 3, 10, 11, 50, 14], 6)
     assert (first.continued_by, second.continued_by) == (second.sample_id, "")
+    assert (first.is_fork, second.is_fork) == (False, True)
     assert first.rollout_id == second.rollout_id
     assert first.sample_id != second.sample_id
     assert (first.reward, second.reward) == (1.0, 1.0)

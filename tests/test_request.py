@@ -27,7 +27,7 @@ IDENTITY = {
     *("prompt", "prompt_ids", "index", "group_index", "limits", "mode", "label", "metadata"),
     *("tools_kwargs", "log_probs", "declared", "samples", "attempt", "seq", "final", "request"),
     *("rollout_id", "sample_id", "session_id", "train_metadata", "columns", "name", "row_id"),
-    *("has_agent", "is_child", "_spawned", "num_asked"),
+    *("has_agent", "is_child", "is_fork", "_spawned", "num_asked"),
 }
 """fields of Request and Sample that a retry keeps, by name; all others are generated"""
 

@@ -141,8 +141,9 @@ def test_a_forks_context_that_the_prompt_does_not_hold_stands_in_its_response() 
     assert made["rm_scores"][1].tolist() == [0, 0, 0, 0, 1]
     with pytest.raises(HandOverError, match="response_length=4 is too short: sample 0-0 has 5"):
         padded([first, fork], pad_id=0, prompt_length=4, response_length=4)
-    with pytest.raises(HandOverError, match="prompt_length=4 is too short: sample 0-1 has 7"):
-        padded([fork], pad_id=0, prompt_length=4)  # nothing here says that it is a fork
+    for alone in fork, Sample.from_dict(fork.to_dict()):  # a micro-batch, a batch from a file
+        row = padded([alone], pad_id=0, prompt_length=4)
+        assert all(row[name].equal(made[name][1:]) for name in made)
     nameless = good(0)
     nameless.sample_id = ""
     with pytest.raises(HandOverError, match="prompt_length=1 is too short"):

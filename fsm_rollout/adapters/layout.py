@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class Layout:
 class Padded(Layout):
     """[B, P + R] and [B, R]: prompts end at column P, responses start there.
 
-    `forks` are sample_ids whose prompt may be longer than a fixed P: it is context that the policy
-    wrote, so what P does not hold stands at the start of the response, where nothing is trained.
+    The prompt of a fork may be longer than a fixed P: it is context that the policy wrote, so what
+    P does not hold stands at the start of the response, where nothing is trained.
     """
 
     def __init__(
@@ -73,12 +73,11 @@ class Padded(Layout):
         prompt_length: int | None,
         response_length: int | None,
         multiple_of: int,
-        forks: Collection[str] = (),
     ) -> None:
         super().__init__(rows)
         over = [0] * len(rows)
         if prompt_length is not None:
-            over = [max(s.prompt_length - prompt_length, 0) * (s.sample_id in forks) for s in rows]
+            over = [max(s.prompt_length - prompt_length, 0) * s.is_fork for s in rows]
         inside = [s.prompt_length - more for s, more in zip(rows, over, strict=True)]
         responses = [more + count for more, count in zip(over, self.counts["R"], strict=True)]
         P = self._width("prompt_length", inside, prompt_length, multiple_of)

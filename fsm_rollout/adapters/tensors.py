@@ -101,7 +101,6 @@ def padded(
         prompt_length=prompt_length,
         response_length=response_length,
         multiple_of=multiple_of,
-        forks={sample.continued_by for sample in rows if sample.continued_by},
     )
     input_ids = layout.column("T", [s.tokens for s in rows], np.int64, pad_id)
     width = layout.prompt_length
