@@ -107,23 +107,31 @@ def gradient(
     return found
 
 
-def trained_of(plains: list[Plain], shape: tuple[int, ...]) -> Tensor:
-    """bool [B, R]: what may have a gradient, from how it was played."""
+def trained_of(plains: list[Plain], shape: tuple[int, ...], width: int | None = None) -> Tensor:
+    """bool [B, R]: what may have a gradient, from how it was played.
+
+    `width`: what a prompt has beyond it stands at the start of the response.
+    """
     trained = torch.zeros(shape, dtype=torch.bool)
     for row, plain in enumerate(plains):
-        trained[row, : len(plain.response)] = torch.tensor(plain.trained, dtype=torch.bool)
+        start = 0 if width is None else max(len(plain.prompt) - width, 0)
+        stop = start + len(plain.response)
+        trained[row, start:stop] = torch.tensor(plain.trained, dtype=torch.bool)
     return trained
 
 
 with_log_probs = batches().filter(lambda batch: batch[0][0].rollout_log_probs is not None)
 
 
-@given(with_log_probs, st.integers(0, 2**31))
+@given(with_log_probs, st.booleans(), st.integers(0, 2**31))
 def test_no_loss_has_a_gradient_from_a_token_that_is_not_trained(
-    batch: tuple[list[Sample], list[Plain]], seed: int
+    batch: tuple[list[Sample], list[Plain]], narrow: bool, seed: int
 ) -> None:
+    """`narrow`: what a fork inherits stands in its response, where a loss would see it."""
     samples, plains = batch
-    made, chance = padded(samples, pad_id=0), torch.Generator().manual_seed(seed)
+    width = max([s.prompt_length for s in samples if not s.is_fork], default=0) if narrow else None
+    made = padded(samples, pad_id=0, prompt_length=width)
+    chance = torch.Generator().manual_seed(seed)
     given = Batch(
         mask=made["response_mask"].double(),
         advantages=torch.tensor([[1.0 + n] for n in range(len(samples))], dtype=torch.float64),
@@ -133,7 +141,7 @@ def test_no_loss_has_a_gradient_from_a_token_that_is_not_trained(
     sampled_at = made["rollout_log_probs"].double()
     noise = torch.rand(sampled_at.shape, generator=chance, dtype=torch.float64)
     log_probs = sampled_at + (noise - 0.5) / 10
-    trained = trained_of(plains, sampled_at.shape)
+    trained = trained_of(plains, sampled_at.shape, width)
     shock = torch.where(trained, 0.0, 8 * noise - 4)
     for aggregate, level in product(AGGREGATIONS, ("token", "sequence")):
         before = gradient(aggregate, log_probs, sampled_at, given, level=level)

@@ -118,12 +118,18 @@ def test_keys_and_values_of_old_weights_are_forgotten(
 
 
 @pytest.mark.parametrize(
-    "loss", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+    ("loss", "level"),
+    [
+        *((name, "token") for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")),
+        *(("vespo", "token"), ("luspo", "sequence"), ("grpo", "sequence")),  # the last is GSPO
+    ],
 )
 def test_the_loss_has_no_gradient_at_tokens_of_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, level: str
 ) -> None:
-    with training(RolloutFunc(tools=[Roll]), tmp_path, loss_type=loss) as trainer:
+    with training(
+        RolloutFunc(tools=[Roll]), tmp_path, loss_type=loss, importance_sampling_level=level
+    ) as trainer:
         batch = batch_of(trainer)
         trainer.current_gradient_accumulation_steps = 1
         batch["advantages"] = torch.tensor([1.0, -1.0, 1.0, -1.0])
