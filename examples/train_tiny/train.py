@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if not __package__:  # run as a file: what lies beside it, whatever else is installed
@@ -141,7 +142,7 @@ def learn(
     batch["advantages"] = torch.tensor(group_advantages(samples))[:, None]
     with torch.no_grad():
         gap = (log_probs_of(model, batch) - batch["rollout_log_probs"]).abs()
-        largest = float((gap * batch["response_mask"]).max())
+        largest = float(gap.masked_fill(batch["response_mask"] == 0, 0.0).max())
     useful = batch["advantages"][:, 0].nonzero()[:, 0]  # groups that differ in their rewards
     for _ in range(config.epochs if len(useful) else 0):
         for part in useful[torch.randperm(len(useful))].chunk(config.minibatches):
@@ -201,7 +202,7 @@ async def train(
             curve.seconds.append(time.perf_counter() - started)
             curve.cpu_seconds.append(time.process_time() - busy)
             curve.batch_reward.append(fmean(sample.reward or 0.0 for sample in samples))
-            curve.max_log_prob_diff = max(curve.max_log_prob_diff, gap)
+            curve.max_log_prob_diff = float(np.maximum(curve.max_log_prob_diff, gap))  # NaN stays
         engine.forget(weight_version=config.steps)
         return curve, await evaluate(config.steps)
     finally:
@@ -234,7 +235,9 @@ def play_arms(config: Config, out: Path) -> dict[str, Any]:
         "reward_last_no_tool": curves["no_tool"].reward[-1],
         "tool_use_first": trained.tool_use[0],
         "tool_use_last": trained.tool_use[-1],
-        "max_log_prob_diff": max(curve.max_log_prob_diff for curve in curves.values()),
+        "max_log_prob_diff": float(np.max([c.max_log_prob_diff for c in curves.values()])),
+        "samples": str(out / "samples.jsonl"),
+        "checkpoint": str(out / "checkpoint"),
         "seconds_per_step": fmean(trained.seconds),
         "cpu_seconds_per_step": fmean(trained.cpu_seconds),
         "seconds": time.perf_counter() - started[0],
