@@ -490,12 +490,12 @@ def test_a_row_whose_tools_say_nothing_is_verls_loops() -> None:
 
 
 def test_a_reward_that_cannot_be_computed_costs_one_row() -> None:
-    judge = Judge(1.0, RuntimeError("no sandbox"), float("nan"), 1.0)
+    judge = Judge(1.0, RuntimeError("no sandbox"), float("nan"), 1e39, 1.0)  # no float32
     settings = config(tools="plain")
-    out = judged(FsmAgentLoopWorker, judge, settings, Client([DONE]), rows(4, tools_kwargs={}))
+    out = judged(FsmAgentLoopWorker, judge, settings, Client([DONE]), rows(5, tools_kwargs={}))
     aside = np.flatnonzero(column(out, "is_stand_in")).tolist()
-    assert [is_stand_in(out, row) for row in aside] == [True, True]
-    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 0.0, 1.0, 1.0]
+    assert [is_stand_in(out, row) for row in aside] == [True, True, True]
+    assert sorted(out.batch["rm_scores"].sum(-1).tolist()) == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_reward_that_is_none_costs_one_row() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.adapters.slime.config import KEY
-from fsm_rollout.arrays import FLOAT32_MAX, LOG_PROB_FLOOR
+from fsm_rollout.arrays import FLOAT32_MAX, LOG_PROB_CEILING, LOG_PROB_FLOOR
 from fsm_rollout.limits import Status
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -152,17 +152,28 @@ def fault_of(sample: Any, args: Any) -> str:
         values = getattr(sample, name, None)
         if values is not None and len(values) != length:
             return f"{len(values)} {name} for response_length {length} of {total} tokens"
-    log_probs = getattr(sample, "rollout_log_probs", None)
-    if log_probs is not None:
-        try:
-            values = np.asarray(log_probs, np.float64)
-        except (TypeError, ValueError) as error:
-            return f"rollout_log_probs are no numbers: {error}"
-        if not np.isfinite(values).all():
-            return "rollout_log_probs are not all finite"
-        if (clamped := values < LOG_PROB_FLOOR).any():
-            return f"a rollout_log_prob is {values[clamped][0]:g}: a clamp, not a probability"
-    return _replay_fault(sample, args)
+    return _numbers_fault(sample) or _replay_fault(sample, args)
+
+
+def _numbers_fault(sample: Any) -> str:
+    """slime multiplies by the mask and takes the exponential of log-probs, whatever they are."""
+    given = getattr(sample, "loss_mask", None), getattr(sample, "rollout_log_probs", None)
+    try:
+        mask, values = (None if g is None else np.asarray(g, np.float64) for g in given)
+    except (TypeError, ValueError) as error:
+        return f"loss_mask or rollout_log_probs are no numbers: {error}"
+    if mask is not None and (wrong := mask[~((mask >= 0) & (mask <= 1))]).size:
+        return f"a loss_mask is {wrong[0]:g}: not trained is 0, trained 1"
+    if values is None:
+        return ""
+    if not np.isfinite(values).all():
+        return "rollout_log_probs are not all finite"
+    if (clamped := values < LOG_PROB_FLOOR).any():
+        return f"a rollout_log_prob is {values[clamped][0]:g}: a clamp, not a probability"
+    trained = values if mask is None else values[mask > 0]
+    if (above := trained > LOG_PROB_CEILING).any():
+        return f"a rollout_log_prob is {trained[above][0]:g}: no probability is above 1"
+    return ""
 
 
 def _replay_fault(sample: Any, args: Any) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,6 +45,7 @@ from fsm_rollout.adapters.verl.neutral import fill_neutral
 from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
 from fsm_rollout.adapters.verl.tracked import FACTS, facts, validation_columns
+from fsm_rollout.arrays import FLOAT32_MAX
 from fsm_rollout.errors import ConfigError, HandOverError
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
@@ -178,7 +178,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
         """What verl's reward loop says of a request. Raises what that does, and for no number."""
         await self._compute_score(outputs, kwargs=columns)
         reward = outputs[-1].reward_score
-        if reward is None or not math.isfinite(reward):
+        if reward is None or not abs(reward) <= FLOAT32_MAX:  # verl's tensor of it is float32
             raise HandOverError(f"the reward is {reward!r}, and must be a finite number")
         return float(reward)
 
