@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -74,7 +75,11 @@ def test_every_arm_starts_from_the_same_weights_and_says_how_it_went(
 
 
 def test_the_kept_samples_are_those_of_the_kept_checkpoint(small_run: tuple[Any, Path]) -> None:
-    _, out = small_run
+    result, out = small_run
+    assert (result["samples"], result["checkpoint"]) == (
+        str(out / "samples.jsonl"),
+        str(out / "checkpoint"),
+    )
     report = verify_samples(out / "samples.jsonl", out / "checkpoint", tolerance=1e-4)
     assert report.passed, report.text()
     assert report.samples == SMALL.held_out
@@ -99,6 +104,16 @@ def test_at_learning_rate_0_no_bit_of_the_weights_changes(small_run: tuple[Any, 
 
     assert changed(0.0) == set()
     assert changed(1e-3)
+
+
+def test_a_gap_that_is_no_number_is_not_hidden_by_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gaps = iter([1e-6, math.nan, 1e-6])
+    monkeypatch.setattr("examples.train_tiny.train.learn", lambda *_, **__: next(gaps))
+    words, config = tokenizer(), Config(steps=3, rows=1, num_samples=1, held_out=1)
+    curve, _ = run(train(tiny_llama(words, 0), words, config, lr=0.0, tool=OpenBox))
+    assert math.isnan(curve.max_log_prob_diff)
 
 
 def test_log_probs_are_recomputed_at_the_temperature_of_the_turn(tmp_path: Path) -> None:
