@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("trl")
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -230,6 +232,28 @@ def test_stop_ends_what_runs_and_releases_its_tools() -> None:
         worker.stop()
         worker.stop()
     assert released.is_set()
+
+
+def test_a_process_ends_though_nobody_stopped_its_worker() -> None:
+    """A trainer that raises: the buffer is full, and nobody takes anything out any more."""
+    code = """if True:
+    import time
+    from fsm_rollout import Rollout, ScriptedEngine
+    from fsm_rollout.adapters.trl import RolloutWorker
+    from fsm_rollout.testing.tokenizer import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    engine = ScriptedEngine(["It is 42."], tokenizer=tokenizer)
+    rollout = Rollout(engine, tokenizer, reward=lambda request: 1.0)
+    worker = RolloutWorker(rollout, [{"prompt": "hi"}], num_generations=2, max_buffered=1)
+    worker.start()
+    while not worker.rollout_buffer.full():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    raise SystemExit(7)
+    """
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=100)
+    assert ended.returncode == 7
 
 
 def test_an_engine_that_cannot_start_is_reported() -> None:
