@@ -124,7 +124,11 @@ class RolloutFunc:
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Play each prompt once: TRL repeats them. Returns its three keys, `env_mask` and EXTRA."""
-        if self._rollout is None or self._trainer is not trainer:
+        if self._rollout is not None and self._trainer is not trainer:
+            if self._engine is None:  # ours, whose thread holds the other trainer's model
+                self._thread.run(self._rollout.loop.engine.close())
+            self._rollout = None
+        if self._rollout is None:
             self._rollout = self._start(trainer)
         rollout = self._rollout
         entries = self._entries(prompts, trainer)

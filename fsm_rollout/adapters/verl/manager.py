@@ -304,7 +304,7 @@ def _is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
     names = ("raw_prompt", "tools_kwargs", "agent_name", "extra_info", "reward_model")
     try:
         return all(bool(row.get(name) == other.get(name)) for name in names)
-    except ValueError:  # arrays in them: rather played apart than taken for one
+    except Exception:  # arrays or tensors in them: rather played apart than taken for one
         return False
 
 
