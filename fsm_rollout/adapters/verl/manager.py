@@ -84,7 +84,6 @@ class FsmAgentLoopWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._experts_shape = _experts_shape(self.rollout_config, self.model_config.hf_config)
         why = "it asks no teacher" if self.distillation_enabled else ""
         if hasattr(self.processor, "get_rope_index"):
             why = "it lays out one position per token, and the model wants M-RoPE's four"
@@ -93,6 +92,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                 f"FsmAgentLoopManager cannot be used here: {why}. Leave out "
                 "rollout.agent.agent_loop_manager_class: verl's own manager plays FsmAgentLoop"
             )
+        self._experts_shape = _experts_shape(self.rollout_config, self.model_config.hf_config)
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Play every row of the batch, those of one `uid` as a group."""
