@@ -205,6 +205,10 @@ def test_the_buffer_is_bounded_and_goes_on_when_there_is_room() -> None:
         time.sleep(0.3)
         assert len(asked) <= 2 * (3 + 1)  # the groups that wait, and the one in the buffer
         worker.check_health(0.1)  # full is not stale
+        worker._delivered_at -= 1_000  # nor is one that was full for long, when it is empty again
+        while time.monotonic() - worker._delivered_at > 500:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         groups: list[int] = []
         while len(groups) < 10:
             groups += [sample.group_id for sample in first(worker, 1)]

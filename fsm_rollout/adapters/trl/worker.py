@@ -199,12 +199,12 @@ class RolloutWorker:
         for item in items:
             while True:
                 item.enqueued_at = time.time()
+                self._delivered_at = time.monotonic()  # also while it is full: that is not stale
                 try:
                     self.rollout_buffer.put_nowait(item)
                     break
                 except queue.Full:
                     await asyncio.sleep(_FULL_S)
-            self._delivered_at = time.monotonic()
 
 
 def rollout_sample(sample: Sample, *, advantage: float, model_version: int) -> RolloutSample:
