@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.arrays import Ints, int32
-from fsm_rollout.errors import InvariantError
+from fsm_rollout.errors import InvariantError, log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,9 @@ def weight_runs_of(meta: Mapping[str, Any], count: int) -> Sequence[tuple[Weight
             "R3.4.versions", f"weight-version runs {given!r}: must be pairs (version, count)"
         ) from error
     if runs is None:
-        logger.warning("weight_versions do not tile %d tokens: %.500r", count, given)
+        how = f"do not tile {count} tokens: {given!r:.500}"
+        where, what = "a reply of the engine", "weight_versions"
+        log_failure(logger, where, what, how, level=logging.WARNING, place="spans")
     runs = runs or [(meta.get("weight_version"), count)]
     counts = [n for _, n in runs]
     if sum(counts) != count or min(counts) < 0:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -364,6 +367,61 @@ def test_a_generate_function_of_the_users_plays_in_the_place_of_ours(start: Any)
     with start() as step:
         samples = flat(step.play(step.args(custom_generate_function_path=path)).samples)
     assert {(s.status, s.response_length) for s in samples} == {(Status.TRUNCATED, 5)}
+
+
+async def breaks_for_one(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    if sample.index == 1:
+        raise KeyError("no such row")
+    return await slime.generate(args, sample, sampling_params)
+
+
+async def hook(args: Any, sample: Any, *, evaluation: bool) -> Any:
+    if sample.index == 1:
+        raise KeyError("no such row")
+    return sample
+
+
+@pytest.mark.parametrize("what", ["the generate function", "a sample hook"])
+def test_a_function_of_the_users_that_raises_costs_one_sample(
+    start: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    given = {"rollout_sample_hook_path": "some"}
+    if what == "the generate function":
+        given = {"custom_generate_function_path": "tests.test_slime_step.breaks_for_one"}
+    hooks = types.ModuleType("slime.rollout.sample_hooks")
+    hooks.apply_rollout_sample_hooks = hook  # type: ignore[attr-defined]
+    with start() as step:
+        monkeypatch.setitem(sys.modules, "slime.rollout.sample_hooks", hooks)
+        output = step.play(args := step.args(**given))
+        samples = flat(output.samples)
+    broken = [s for s in samples if s.status is Status.FAILED]
+    assert [s.index for s in broken] == [1]
+    assert broken[0].metadata["fsm_rollout"]["error"] == f"{what} raised KeyError: 'no such row'"
+    assert output.metrics["rollout/failed"] == 1
+    consume(args, samples)
+
+
+async def no_number_for_one(args: Any, sample: Any) -> Any:
+    value = np.float32("nan") if sample.index == 1 else 1.0
+    if args.reward_key:
+        return {args.reward_key: None if sample.index == 1 else value, "why": "so"}
+    return value
+
+
+@pytest.mark.parametrize("reward_key", [None, "score"])
+def test_what_filters_would_fall_over_is_failed_before_they_see_it(
+    start: Any, reward_key: str | None
+) -> None:
+    with start() as step:
+        args = step.args(
+            reward_key=reward_key,
+            fsm_rollout={"tools": CONFIG["tools"]},
+            custom_rm_path="tests.test_slime_step.no_number_for_one",
+        )
+        samples = flat(step.play(args).samples)
+    assert [s.index for s in samples if s.status is Status.FAILED] == [1]
+    values = [s.reward[reward_key] if reward_key else s.reward for s in samples]
+    assert values == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_groups_that_are_ready_beyond_the_batch_wait_for_the_next_step(start: Any) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,17 @@ def test_requests_go_on_counting_after_a_resume(tmp_path: Path) -> None:
         trainer.state.global_step = 10
         batch_of(trainer)
     assert sorted(indices) == [40, 41, 42, 43]  # as many as ten steps played
+
+
+def test_a_second_trainer_does_not_keep_the_engine_of_the_first(tmp_path: Path) -> None:
+    def engines() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "transformers-engine"]
+
+    func, before = RolloutFunc(tools=[Roll], reward=lambda request: 1.0), engines()
+    with training(func, tmp_path) as first, training(func, tmp_path) as second:
+        batch_of(first)
+        batch_of(second)
+        assert len(set(engines()).difference(before)) == 1
 
 
 def test_metrics_of_the_batch_reach_the_trainers_log(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("trl")
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -203,6 +205,10 @@ def test_the_buffer_is_bounded_and_goes_on_when_there_is_room() -> None:
         time.sleep(0.3)
         assert len(asked) <= 2 * (3 + 1)  # the groups that wait, and the one in the buffer
         worker.check_health(0.1)  # full is not stale
+        worker._delivered_at -= 1_000  # nor is one that was full for long, when it is empty again
+        while time.monotonic() - worker._delivered_at > 500:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         groups: list[int] = []
         while len(groups) < 10:
             groups += [sample.group_id for sample in first(worker, 1)]
@@ -230,6 +236,28 @@ def test_stop_ends_what_runs_and_releases_its_tools() -> None:
         worker.stop()
         worker.stop()
     assert released.is_set()
+
+
+def test_a_process_ends_though_nobody_stopped_its_worker() -> None:
+    """A trainer that raises: the buffer is full, and nobody takes anything out any more."""
+    code = """if True:
+    import time
+    from fsm_rollout import Rollout, ScriptedEngine
+    from fsm_rollout.adapters.trl import RolloutWorker
+    from fsm_rollout.testing.tokenizer import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    engine = ScriptedEngine(["It is 42."], tokenizer=tokenizer)
+    rollout = Rollout(engine, tokenizer, reward=lambda request: 1.0)
+    worker = RolloutWorker(rollout, [{"prompt": "hi"}], num_generations=2, max_buffered=1)
+    worker.start()
+    while not worker.rollout_buffer.full():
+        time.sleep(0.01)
+    time.sleep(0.5)
+    raise SystemExit(7)
+    """
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=100)
+    assert ended.returncode == 7
 
 
 def test_an_engine_that_cannot_start_is_reported() -> None:

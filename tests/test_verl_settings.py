@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fsm_rollout.adapters.verl.neutral import fill_neutral
 from fsm_rollout.adapters.verl.settings import (
@@ -18,8 +19,13 @@ from fsm_rollout.adapters.verl.settings import (
     sampling_of,
     settings_of,
 )
+from fsm_rollout.adapters.verl.tracked import facts, validation_columns
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.errors import ConfigError
+from fsm_rollout.limits import Status, StopReason
+from fsm_rollout.request import Request
+from fsm_rollout.states.machine import Machine
+from fsm_rollout.states.table import Event
 
 
 def rollout(**fields: Any) -> Any:
@@ -178,3 +184,13 @@ def test_rows_without_an_outcome_shift_no_mean(rows: list[tuple[str, float, bool
         real = [reward > 0 for _, reward, skip in rows if not skip]
         assert min(real) <= min(columns["acc"]) <= max(columns["acc"]) <= max(real)
         assert [why is None for why in columns["why"]] == [skip for *_, skip in rows]
+
+
+def test_copies_that_fill_a_batch_up_are_in_no_metric_of_an_evaluation() -> None:
+    request = Request()
+    Machine().fire(Event.ABORT, request, StopReason.ENGINE_ERROR)
+    down = facts(request)
+    good = replace(down, status=Status.COMPLETED, stop_reason=StopReason.STOP)
+    played = [good, down, good, good, down, down]  # two of each, and the first ones again
+    rates = validation_columns(played, list("aabbaa"), most=2)["rollout/abort_rate"]
+    assert rates.tolist() == [0.5, None, 0.0, None, None, None]

@@ -281,3 +281,8 @@ def test_v1_a_session_without_a_token_has_experts_where_its_siblings_have_some()
     fill_experts(rows)
     stacked = tensordict_utils.list_of_dict_to_tensordict(rows)["routed_experts"]
     assert [tuple(row.shape) for row in stacked.unbind()] == [(3, 2, 1), (5, 2, 1)]
+    alone = [{"input_ids": torch.arange(3)}]  # of a prompt of which no session has a token
+    assert fill_experts(alone, (2, 1)) == (2, 1)
+    assert alone[0]["routed_experts"].shape == (3, 2, 1)
+    assert fill_experts(rows, None) == (2, 1)
+    assert fill_experts([{"input_ids": torch.arange(3)}]) is None

@@ -107,14 +107,14 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def v0(made: Any) -> None:
+def v0(made: Any, evaluated: Any = None) -> None:
     trainer = RayPPOTrainer(
         made,
         TOKENIZER,
         {Role.ActorRollout: None},
         SimpleNamespace(get_n_gpus=lambda: 1),
         train_dataset=dataset(),
-        val_dataset=dataset(),
+        val_dataset=evaluated or dataset(),
         collate_fn=collate_fn,
         train_sampler=SequentialSampler(dataset()),
         device_name="cpu",
@@ -175,6 +175,18 @@ def test_v0_logs_a_step_and_an_evaluation(tmp_path: Path, monkeypatch: Any) -> N
         told = {name: found.get(f"val-aux/sums/{name}/mean@1") for name in VALIDATION}
         assert told == pytest.approx({**VALIDATION, "rollout/abort_rate": (0 + 0 + 0 + 1) / 4})
         assert found["val-aux/sums/perf/generate_s/mean@1"] > 0
+
+
+def test_v0_evaluates_in_batches_of_which_one_has_no_outcome(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "log.jsonl"))
+    made = settings()
+    made.data.val_batch_size = 1
+    v0(made, [dataset()[number] for number in (1, 0, 2, 3)])  # the one that is down is the first
+    for found in logged(tmp_path / "log.jsonl"):
+        assert found["val-aux/sums/rollout/abort_rate/mean@1"] == 1 / 4
+        assert found["val-aux/sums/score/mean@2"] == 3 * 0.75 / 4
 
 
 VALIDATION = {

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from omegaconf import open_dict
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import compute_spec_decode_metrics
@@ -611,6 +612,23 @@ def test_a_batch_of_stand_ins_alone_has_experts_like_the_one_before() -> None:
     assert column(outs[1], "is_stand_in") == [True]
     both = DataProto.concat(outs).batch["routed_experts"]
     assert [bool(row.any()) for row in both] == [True, False]
+
+
+def test_a_worker_that_never_saw_experts_has_some_like_the_others() -> None:
+    """verl joins the rows of all workers, and one may have nothing but stand-ins in its first."""
+    settings = config(enable_rollout_routing_replay=True)
+    with open_dict(settings):
+        settings.actor_rollout_ref.model.override_config.num_experts_per_tok = 1
+    client = Client([DONE])
+    outs = [played(FsmAgentLoopWorker, settings, client, rows(1))]
+    total = len(client.asked[0]["prompt_ids"]) + len(DONE.token_ids) - 1
+    experts = np.ones((total, 2, 1), dtype=np.int32)
+    outs += [
+        played(FsmAgentLoopWorker, settings, Client([answer]), rows(1))
+        for answer in (EMPTY, DONE.model_copy(update={"routed_experts": experts}))
+    ]
+    both = DataProto.concat(outs).batch["routed_experts"]
+    assert [bool(row.any()) for row in both] == [False, False, True]
 
 
 def test_rows_of_one_uid_that_are_not_alike_are_played_apart() -> None:

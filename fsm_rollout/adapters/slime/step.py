@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 from fsm_rollout.adapters.slime import record
@@ -21,8 +22,8 @@ from fsm_rollout.adapters.slime.config import sampling_of
 from fsm_rollout.adapters.slime.player import Player, ending, generate, player_of
 from fsm_rollout.adapters.slime.tracker import PLAYED, alarm_of, of_evaluation
 from fsm_rollout.adapters.slime.trainer import part_of
-from fsm_rollout.errors import ConfigError
-from fsm_rollout.request import Request
+from fsm_rollout.errors import ConfigError, describe, log_failure
+from fsm_rollout.metrics import Facts
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _evaluation(args: Any, rollout_id: int, data_source: Any) -> Any:
             "an evaluation needs --custom-generate-function-path "
             "fsm_rollout.adapters.slime.generate: slime's own evaluation plays through it"
         )
-    ended: list[Request] = []
+    ended: list[Facts] = []
     before = PLAYED.set(ended)  # slime's loop inherits it
     try:
         theirs = part_of("generate_rollout", "rollout.sglang_rollout")
@@ -83,7 +84,7 @@ async def _step(
     """The groups of the batch, all that were played to their end, and the step's metrics."""
     target, started = getattr(args, "rollout_batch_size", None) or 1, time.monotonic()
     alarm = alarm_of(args)
-    ended: list[Request] = []
+    ended: list[Facts] = []
     PLAYED.set(ended)  # the tasks below inherit it
     ask_for = getattr(args, "over_sampling_batch_size", None) or target
     params, drops = _sampling_params(args), _dynamic_filter(args)
@@ -150,10 +151,20 @@ async def _play_one(args: Any, group: list[Any], place: int, params: Mapping[str
     if not isinstance(sample, list) and record.is_status(sample, "pending", "aborted"):
         path = getattr(args, "custom_generate_function_path", None)
         play = part_of("load_function", "utils.misc")(path) if path else generate
-        group[place] = await play(args, sample, dict(params))
-        if getattr(args, "rollout_sample_hook_path", None):
-            hooks = part_of("apply_rollout_sample_hooks", "rollout.sample_hooks")
-            group[place] = await hooks(args, group[place], evaluation=False)
+        what = "the generate function"
+        try:
+            group[place] = await play(args, sample, dict(params))
+            if getattr(args, "rollout_sample_hook_path", None):
+                what = "a sample hook"
+                hooks = part_of("apply_rollout_sample_hooks", "rollout.sample_hooks")
+                group[place] = await hooks(args, group[place], evaluation=False)
+        except ConfigError:
+            raise
+        except Exception as error:  # others' code: it costs the sample
+            how = f"raised {describe(error)}"
+            log_failure(logger, f"sample {sample.index}", what, how, error)
+            record.fail(sample, f"{what} {how}", args)
+            group[place] = sample
     if not getattr(args, "group_rm", False):
         await _score(args, group[place])
 
@@ -165,7 +176,8 @@ async def _score(args: Any, played: Any) -> None:
             try:
                 sample.reward = await part_of("async_rm", "rollout.rm_hub")(args, sample)
             except Exception as error:
-                logger.exception("sample %s: the reward model failed", sample.index)
+                where, how = f"sample {sample.index}", f"failed: {describe(error)}"
+                log_failure(logger, where, "the reward model", how, error)
                 record.fail(sample, f"the reward model failed: {error!r}", args)
         _check_reward(args, sample)
 
@@ -176,11 +188,15 @@ def _check_reward(args: Any, sample: Any) -> None:
     What is no number is left alone: a distillation keeps the teacher's answer there.
     """
     is_over = not record.is_status(sample, "aborted", "pending", "failed")
-    is_number = sample.reward is None or isinstance(sample.reward, float)
+    found, key = sample.reward, getattr(args, "reward_key", None)
+    if key and isinstance(found, Mapping):
+        found = found.get(key)  # slime's filters and metrics look it up, and want a number
+    is_number = found is None or isinstance(found, Real)
     if is_over and is_number and record.reward_value(sample, args) is None:
-        why = f"the reward model said {sample.reward!r}, which is no finite number"
-        logger.error("sample %s FAILED: %s", sample.index, why)
-        record.fail(sample, why, args)
+        how = f"said {sample.reward!r}, which is no finite number"
+        what = "the reward model"
+        log_failure(logger, f"sample {sample.index}", what, how, place="no finite number")
+        record.fail(sample, f"{what} {how}", args)
 
 
 async def _score_group(args: Any, played: list[Any]) -> None:
@@ -195,7 +211,8 @@ async def _score_group(args: Any, played: list[Any]) -> None:
             sample.reward = reward
             _check_reward(args, sample)
     except Exception as error:
-        logger.exception("group %s: the reward model failed", samples[0].group_index)
+        where, how = f"group {samples[0].group_index}", f"failed: {describe(error)}"
+        log_failure(logger, where, "the reward model", how, error)
         for sample in scored:
             record.fail(sample, f"the reward model failed: {error!r}", args)
 

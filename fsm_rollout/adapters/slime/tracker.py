@@ -3,8 +3,9 @@
     --custom-rollout-log-function-path       fsm_rollout.adapters.slime.log_rollout_data
     --custom-eval-rollout-log-function-path  fsm_rollout.adapters.slime.log_eval_rollout_data
 
-player.py tells of each request that ended, slime calls these two before it logs what it finds in
-the samples. `generate_rollout` reports its own requests itself, so there is nothing left to add.
+player.py tells of each request that ended, and its facts are kept until slime calls these two,
+before it logs what it finds in the samples. `generate_rollout` reports its own requests itself, so
+there is nothing left to add.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 from fsm_rollout.adapters.slime.config import config_of
 from fsm_rollout.adapters.slime.rewards import take_out_unscored
 from fsm_rollout.adapters.slime.trainer import part_of
-from fsm_rollout.metrics import Alarm
+from fsm_rollout.metrics import Alarm, Facts, facts_of
 from fsm_rollout.request import Request
 
-PLAYED: ContextVar[list[Request] | None] = ContextVar("PLAYED", default=None)
-"""where the requests that ended are put, by who makes metrics of them itself"""
+PLAYED: ContextVar[list[Facts] | None] = ContextVar("PLAYED", default=None)
+"""where the facts of requests that ended are put, by who makes metrics of them itself"""
 _HOOKS = {
     False: ("custom_rollout_log_function_path", "fsm_rollout.adapters.slime.log_rollout_data"),
     True: (
@@ -29,7 +30,7 @@ _HOOKS = {
         "fsm_rollout.adapters.slime.log_eval_rollout_data",
     ),
 }
-_WAITING: dict[bool, deque[Request]] = {False: deque(), True: deque()}
+_WAITING: dict[bool, deque[Facts]] = {False: deque(), True: deque()}
 """requests that no hook has reported yet, by whether they were of an evaluation"""
 
 
@@ -37,9 +38,9 @@ def tell(args: Any, request: Request, *, evaluation: bool) -> None:
     """A request ended. It is kept only where a hook will ask for it."""
     flag, hook = _HOOKS[evaluation]
     if (played := PLAYED.get()) is not None:
-        played.append(request)
+        played.append(facts_of(request))
     elif getattr(args, flag, None) == hook:
-        _WAITING[evaluation].append(request)
+        _WAITING[evaluation].append(facts_of(request))
 
 
 def alarm_of(args: Any) -> Alarm:
@@ -47,7 +48,7 @@ def alarm_of(args: Any) -> Alarm:
     return Alarm(default=config_of(args).max_abort_rate)
 
 
-def of_evaluation(args: Any, played: Iterable[Request]) -> dict[str, float]:
+def of_evaluation(args: Any, played: Iterable[Facts]) -> dict[str, float]:
     """The metrics of an evaluation, under names of slime's evaluations."""
     return {f"eval/{name}": value for name, value in alarm_of(args).watch(played).items()}
 
@@ -78,7 +79,7 @@ def log_eval_rollout_data(
     return False
 
 
-def _taken(*, evaluation: bool) -> list[Request]:
+def _taken(*, evaluation: bool) -> list[Facts]:
     waiting, taken = _WAITING[evaluation], []
     while waiting:  # another thread may still add to it
         taken.append(waiting.popleft())

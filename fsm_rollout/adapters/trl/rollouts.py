@@ -33,7 +33,7 @@ from fsm_rollout.adapters.trl.trainer import (
 from fsm_rollout.agent import Agent
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, describe, log_failure
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
@@ -124,7 +124,11 @@ class RolloutFunc:
 
     def __call__(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         """Play each prompt once: TRL repeats them. Returns its three keys, `env_mask` and EXTRA."""
-        if self._rollout is None or self._trainer is not trainer:
+        if self._rollout is not None and self._trainer is not trainer:
+            if self._engine is None:  # ours, whose thread holds the other trainer's model
+                self._thread.run(self._rollout.loop.engine.close())
+            self._rollout = None
+        if self._rollout is None:
             self._rollout = self._start(trainer)
         rollout = self._rollout
         entries = self._entries(prompts, trainer)
@@ -296,7 +300,8 @@ async def play(
             except ConfigError:
                 raise
             except Exception as error:
-                logger.warning("request %d: reset failed", entry.index, exc_info=error)
+                where, how = f"request {entry.index}", f"failed: {describe(error)}"
+                log_failure(logger, where, "reset", how, error, level=logging.WARNING)
                 request = _request(rollout, entry.played.row, entry)
                 request.error = f"reset of the environment failed: {error!r}"
                 rollout.loop.machine.fire(Event.ABORT, request, StopReason.TOOL_UNAVAILABLE)
@@ -318,7 +323,8 @@ async def _run(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
         raise
     except Exception as error:
         request.error = f"it was not played to its end: {error!r}"
-        logger.exception("request %d was not played to its end", request.index)
+        how = f"was not played to its end: {describe(error)}"
+        log_failure(logger, f"request {request.index}", "it", how, error)
     return request
 
 

@@ -25,7 +25,7 @@ from fsm_rollout.adapters.trl.loop_thread import LoopThread
 from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, RowSource, prompt_row
 from fsm_rollout.dataset import checked_rows
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure
 from fsm_rollout.metrics import metrics_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FULL_S = 0.05
+"""how often a full buffer is looked at"""
 _PAUSE_S = 1.0
 """how long a group without a sample keeps its place: a dead engine must not make the worker spin"""
 
@@ -111,10 +113,12 @@ class RolloutWorker:
             return
         self._is_stopping.set()
         self._running.cancel()
-        self._thread.run(self._rollout.loop.engine.close())
-        self._thread.close()
-        if self._environment is not None:
-            self._environment.close()
+        try:
+            self._thread.run(self._rollout.loop.engine.close())
+        finally:
+            self._thread.close()
+            if self._environment is not None:
+                self._environment.close()
 
     def update_model_version(self, model_version: int) -> None:
         """Take note of the version that is live from now on."""
@@ -145,12 +149,13 @@ class RolloutWorker:
             try:
                 items = await self._group(group_id)
                 async with turn:
-                    await asyncio.to_thread(self._deliver, items)
+                    await self._deliver(items)
                 if not items:
                     await asyncio.sleep(_PAUSE_S)
             except Exception as error:  # a bug, or a listener's
                 self._last_fault = repr(error)
-                logger.exception("group %d is lost", group_id)
+                how = f"is lost: {describe(error)}"
+                log_failure(logger, f"group {group_id}", "the group", how, error)
                 await asyncio.sleep(_PAUSE_S)
             finally:
                 places.release()
@@ -186,17 +191,20 @@ class RolloutWorker:
             if not sample.remove_sample
         ]
 
-    def _deliver(self, items: Sequence[RolloutSample]) -> None:
-        """Put them into the buffer; wait, in a thread, while it is full."""
+    async def _deliver(self, items: Sequence[RolloutSample]) -> None:
+        """Put them into the buffer; wait while it is full.
+
+        Not in a thread: Python waits for its threads at exit, also when nobody called `stop`.
+        """
         for item in items:
-            while not self._is_stopping.is_set():
+            while True:
                 item.enqueued_at = time.time()
+                self._delivered_at = time.monotonic()  # also while it is full: that is not stale
                 try:
-                    self.rollout_buffer.put(item, timeout=0.2)
+                    self.rollout_buffer.put_nowait(item)
+                    break
                 except queue.Full:
-                    continue
-                self._delivered_at = time.monotonic()
-                break
+                    await asyncio.sleep(_FULL_S)
 
 
 def rollout_sample(sample: Sample, *, advantage: float, model_version: int) -> RolloutSample:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.verl.engine import COUNTERS, steps_of
+from fsm_rollout.errors import log_failure
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -31,7 +32,7 @@ def rows_of(request: Request, *, pad_id: int) -> list[Sample]:
     """
     good, refused = sift(request.rows, rewards=False, log_probs=request.log_probs)
     for refusal in refused:
-        logger.error("not handed to verl: %s", refusal)
+        not_handed(refusal.sample, refusal.why)
         request.error = request.error or str(refusal)
     return [
         sample if sample.response_length else stand_in(sample, request, pad_id) for sample in good
@@ -48,11 +49,19 @@ def row_of(request: Request, *, pad_id: int) -> tuple[Sample, bool]:
     rows = rows_of(request, pad_id=pad_id)
     if len(rows) > 1:
         request.error = several(request, len(rows))
-        logger.error("not handed to verl: %s", request.error)
+        not_handed(request.sample, request.error)
         rows = []
     if rows:
         return rows[0], True
     return stand_in(request.samples[0], request, pad_id), False
+
+
+def not_handed(sample: Sample, why: str, error: Exception | None = None) -> None:
+    """Tell the log that verl does not get a sample; those whose reason begins alike, but once."""
+    where, how, place = f"sample {sample.sample_id}", f"is not handed to verl: {why}", ""
+    if error is None:
+        place = why.partition(":")[0]
+    log_failure(logger, where, "the sample", how, error, place=place)
 
 
 def several(request: Request, count: int) -> str:

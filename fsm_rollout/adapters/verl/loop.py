@@ -13,7 +13,6 @@ tokenization of verl's own for each trajectory, and refuse models that it does n
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fsm_rollout.adapters.handover import trained
@@ -21,6 +20,7 @@ from fsm_rollout.adapters.verl.export import (
     NO_REWARD,
     extra_fields,
     metrics_of,
+    not_handed,
     row_of,
     rows_of,
     several,
@@ -34,8 +34,6 @@ from fsm_rollout.sample import Sample
 
 if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
-
-logger = logging.getLogger(__name__)
 
 
 class FsmAgentLoop:
@@ -74,7 +72,7 @@ class FsmAgentLoop:
         lacks_reward = self._player.lacks_reward(request, columns)
         if lacks_reward:
             request.error = request.error or NO_REWARD
-            logger.error("not handed to verl: %s: %s", request.sample.sample_id, request.error)
+            not_handed(request.sample, request.error)
         if columns.keys() >= {"session_id", "global_steps"}:
             outputs = [] if lacks_reward else outputs_of(self._player, request)
             for output in outputs:  # verl makes an array of ints of them

@@ -37,6 +37,7 @@ from fsm_rollout.adapters.verl.export import (
     NO_REWARD,
     extra_fields,
     metrics_of,
+    not_handed,
     row_of,
     stand_in,
 )
@@ -83,7 +84,6 @@ class FsmAgentLoopWorker(AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._experts_shape: tuple[int, ...] | None = None
         why = "it asks no teacher" if self.distillation_enabled else ""
         if hasattr(self.processor, "get_rope_index"):
             why = "it lays out one position per token, and the model wants M-RoPE's four"
@@ -92,6 +92,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                 f"FsmAgentLoopManager cannot be used here: {why}. Leave out "
                 "rollout.agent.agent_loop_manager_class: verl's own manager plays FsmAgentLoop"
             )
+        self._experts_shape = _experts_shape(self.rollout_config, self.model_config.hf_config)
 
     async def generate_sequences(self, batch: DataProto) -> DataProto:
         """Play every row of the batch, those of one `uid` as a group."""
@@ -149,13 +150,15 @@ class FsmAgentLoopWorker(AgentLoopWorker):
     async def _row(self, player: Player, request: Request, columns: dict[str, Any]) -> Row:
         sample, has_outcome = row_of(request, pad_id=player.pad_id)
         extra = extra_fields(request, sample, drafts=player.drafts, has_outcome=has_outcome)
+        if player.gives_rewards:  # the same keys in each batch; see `fill_neutral`
+            extra["reward_extra_info"] = {"score": None}
         row = Row(request, sample, extra, metrics_of(request), has_outcome)
         if not has_outcome:
             return row
         if player.gives_rewards and request.reward is not None:
             row.reward, row.extra["reward_extra_info"] = request.reward, {"score": request.reward}
         elif player.lacks_reward(request, columns):
-            logger.error("sample %s is not handed to verl: %s", sample.sample_id, NO_REWARD)
+            not_handed(sample, NO_REWARD)
             row.stand_aside(stand_in(sample, request, player.pad_id), NO_REWARD)
         elif self.reward_loop_worker_handles is not None:
             output = output_of(player, request, sample)
@@ -163,14 +166,14 @@ class FsmAgentLoopWorker(AgentLoopWorker):
                 row.reward = await self.score([output], columns)
             except Exception as error:  # of a reward function, in verl's process for it
                 why = f"verl's reward loop: {error!r}"
-                logger.error("sample %s has no reward", sample.sample_id, exc_info=error)
+                not_handed(sample, why, error)
                 row.stand_aside(stand_in(sample, request, player.pad_id), why)
             else:
                 row.metrics["compute_score"] = output.metrics.compute_score
                 row.extra["reward_extra_info"] = output.extra_fields["reward_extra_info"]
         elif player.gives_rewards:
             why = "nobody rewards it: no tool that it has, and verl's reward loop is not there"
-            logger.error("sample %s is not handed to verl: %s", sample.sample_id, why)
+            not_handed(sample, why)
             row.stand_aside(stand_in(sample, request, player.pad_id), why)
         return row
 
@@ -230,6 +233,7 @@ class FsmAgentLoopManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(FsmAgentLoopWorker)
         super().__init__(*args, **kwargs)
+        self._reward_keys: dict[str, None] = {}
 
     @auto_await
     async def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -258,7 +262,12 @@ class FsmAgentLoopManager(AgentLoopManager):
             logger.error("evaluation: %s; their reward reads 0. They say: %s", what, why)
         keys = fill_neutral(output.batch, columns, groups, trains=trains)
         if not trains:
-            told = validation_columns(played, groups)
+            # verl joins the batches of an evaluation, and one may have no outcome at all
+            self._reward_keys |= dict.fromkeys(keys)
+            for name in self._reward_keys.keys() - keys:
+                columns[name] = objects([None] * len(output))
+            keys = list(self._reward_keys)
+            told = validation_columns(played, groups, most=self.rollout_config.val_kwargs.n)
             columns.update(told)
             keys += told
         if "rm_scores" in output.batch:
@@ -280,11 +289,22 @@ def _groups(columns: Sequence[dict[str, Any]], does_sample: Sequence[bool]) -> l
     return [numbers for known in groups.values() for numbers in known]
 
 
+def _experts_shape(rollout: Any, model: Any) -> tuple[int, ...] | None:
+    """(layers, k) of the experts that servers report; None: of none, or it is not known yet.
+
+    A worker must know before it has seen some: verl joins its rows with those of other workers.
+    """
+    text = model.get_text_config()
+    names = "num_hidden_layers", "num_experts_per_tok"
+    shape = tuple(int(getattr(text, name, None) or 0) for name in names)
+    return shape if rollout.enable_rollout_routing_replay and all(shape) else None
+
+
 def _is_same(row: dict[str, Any], other: dict[str, Any]) -> bool:
     names = ("raw_prompt", "tools_kwargs", "agent_name", "extra_info", "reward_model")
     try:
         return all(bool(row.get(name) == other.get(name)) for name in names)
-    except ValueError:  # arrays in them: rather played apart than taken for one
+    except Exception:  # arrays or tensors in them: rather played apart than taken for one
         return False
 
 

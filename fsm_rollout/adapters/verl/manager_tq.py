@@ -23,11 +23,18 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from fsm_rollout.adapters.handover import trained
-from fsm_rollout.adapters.verl.export import NO_REWARD, extra_fields, metrics_of, rows_of
+from fsm_rollout.adapters.verl.export import (
+    NO_REWARD,
+    extra_fields,
+    metrics_of,
+    not_handed,
+    rows_of,
+)
 from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
 from fsm_rollout.adapters.verl.player import Player
 from fsm_rollout.adapters.verl.tracked import facts, validated
+from fsm_rollout.errors import describe, log_failure
 from fsm_rollout.metrics import Facts, named
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
@@ -76,8 +83,8 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
             await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": "running"})
             if await self._play(columns, partition, validate=validate):
                 status = "finished"
-        except Exception:
-            logger.exception("prompt %s failed", uid)
+        except Exception as error:
+            log_failure(logger, f"prompt {uid}", "the prompt", f"failed: {describe(error)}", error)
         finally:
             await tq.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
 
@@ -104,7 +111,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
             extra["reward_extra_info"] = {**extra.get("reward_extra_info", {}), **validated(played)}
         if rows:
             keys, fields, tags = map(list, zip(*rows, strict=True))
-            fill_experts(fields)
+            self._experts_shape = fill_experts(fields, self._experts_shape)
             await tq.async_kv_batch_put(
                 keys=keys,
                 fields=list_of_dict_to_tensordict(fields),
@@ -132,20 +139,20 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
         if not validate and all(row.remove_sample for row in request.rows):
             samples = []
         elif samples and player.lacks_reward(request, columns):
-            logger.error("sample %s is not handed to verl: %s", samples[-1].sample_id, NO_REWARD)
+            not_handed(samples[-1], NO_REWARD)
             samples = []
         elif samples and reward is None and self.reward_loop_worker_handles is not None:
             outputs = [output_of(player, request, sample) for sample in samples]
             try:
                 reward = await self.score(outputs, columns)
             except Exception as error:  # of a reward function, in verl's process for it
-                logger.error("sample %s has no reward", samples[-1].sample_id, exc_info=error)
+                not_handed(samples[-1], f"verl's reward loop: {error!r}", error)
                 samples = []
             else:
                 metrics["compute_score"] = outputs[-1].metrics.compute_score
                 told["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
         elif samples and reward is None and player.gives_rewards:
-            logger.error("sample %s: nobody rewards it", samples[-1].sample_id)
+            not_handed(samples[-1], "nobody rewards it")
             samples = []
         rows = []
         for number, sample in enumerate(samples):
@@ -198,13 +205,20 @@ def _fields(sample: Sample, reward: float | None) -> dict[str, Any]:
     return fields
 
 
-def fill_experts(rows: list[dict[str, Any]]) -> None:
-    """Rows without a forwarded token get zeros where others have experts: verl stacks them."""
+def fill_experts(
+    rows: list[dict[str, Any]], known: tuple[int, ...] | None = None
+) -> tuple[int, ...] | None:
+    """Rows without a forwarded token get zeros where others have experts: verl stacks them.
+
+    `known`: the shape of a token's, from the model or from rows before; returned with these rows'.
+    """
     shapes = [row["routed_experts"].shape[1:] for row in rows if "routed_experts" in row]
+    known = tuple(shapes[0]) if shapes else known
     for row in rows:
-        if shapes and "routed_experts" not in row:
-            shape = (len(row["input_ids"]), *shapes[0])
+        if known is not None and "routed_experts" not in row:
+            shape = (len(row["input_ids"]), *known)
             row["routed_experts"] = torch.zeros(shape, dtype=torch.int16)
+    return known
 
 
 def _at(column: Any, number: int) -> Any:

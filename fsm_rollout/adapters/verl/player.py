@@ -26,7 +26,7 @@ from fsm_rollout.config import imported
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, log_failure, message
 from fsm_rollout.limits import StopReason
 from fsm_rollout.metrics import Alarm, Facts, facts_of
 from fsm_rollout.request import Request
@@ -115,9 +115,8 @@ class Player:
             row = prompt_row_of(columns, list(rollout.tools))
             [group] = await rollout.generate([row], num_samples=n)
         except Exception as error:  # whatever it is, other rows may be good
-            trace = None if isinstance(error, ConfigError) else error
-            number = columns.get("index", "?")
-            logger.error("row %s cannot be played: %s", number, error, exc_info=trace)
+            where, how = f"row {columns.get('index', '?')}", f"cannot be played: {message(error)}"
+            log_failure(logger, where, "the row", how, error)
             has_log_probs = self._has_log_probs(params)
             return self._watched(
                 [self._refused(row, columns, error, has_log_probs) for _ in range(n)]

@@ -47,15 +47,18 @@ def validated(played: Iterable[Facts]) -> dict[str, float | None]:
 
 
 def validation_columns(
-    played: Sequence[Facts], groups: Iterable[Any]
+    played: Sequence[Facts], groups: Iterable[Any], *, most: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a batch: for each group what is `validated`, in its first row."""
+    """The columns of a batch: for each group what is `validated`, in its first row.
+
+    A group has `most` rows: verl fills a batch up with copies of its first ones, and cuts them off.
+    """
     rows: dict[Any, list[int]] = {}
     for number, group in enumerate(groups):
         rows.setdefault(group, []).append(number)
     columns: dict[str, npt.NDArray[Any]] = {}
     for numbers in rows.values():
-        for name, value in validated(played[number] for number in numbers).items():
+        for name, value in validated(played[number] for number in numbers[:most]).items():
             column = columns.setdefault(name, np.full(len(played), None, dtype=object))
             column[numbers[0]] = value
     return columns
