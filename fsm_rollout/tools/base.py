@@ -25,11 +25,11 @@ import json
 import math
 import numbers
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, overload
 
+from fsm_rollout.arrays import FLOAT32_MAX
 from fsm_rollout.limits import CUT_MARK
 
 TruncateSide = Literal["left", "right", "middle"]
@@ -121,12 +121,8 @@ def finite(value: Any, *, what: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{what} must be finite, got {number}")
-    try:
-        struct.pack("<f", number)
-    except OverflowError:
-        raise ValueError(f"{what} must be finite in float32, got {number}") from None
+    if not abs(number) <= FLOAT32_MAX:  # NaN is not
+        raise ValueError(f"{what} must be finite as a float32, got {number}")
     return number
 
 
