@@ -362,7 +362,8 @@ def slimes(reward: Any, rollout: int, **fields: Any) -> Any:
 
 
 def normalised(*samples: Any) -> list[float]:
-    return post_process_rewards(Namespace(grpo_std_normalization=False), samples)[1]
+    args = Namespace(advantage_estimator="grpo", grpo_std_normalization=False)
+    return post_process_rewards(args, samples)[1]
 
 
 @pytest.mark.parametrize(
