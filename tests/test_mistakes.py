@@ -127,6 +127,19 @@ def test_a_sub_agent_takes_no_dict_for_limits_and_the_agent_is_not_run_again() -
     assert "limits must be Limits(...), got {'max_turns': 2}" in request.error
 
 
+@pytest.mark.parametrize("prompt", [["x"], [], 3, [{"role": "user", "contents": "x"}]])
+def test_a_sub_agent_with_no_proper_prompt_is_the_agents_mistake(prompt: Any) -> None:
+    async def agent(ctx: Context) -> None:
+        await ctx.generate()
+        await ctx.spawn(prompt)
+
+    rollout = Rollout(ScriptedEngine(["a"], tokenizer=TOKENIZER), TOKENIZER, agent=agent)
+    [group] = fsm_rollout.run(rollout.generate(["q"]))
+    [request] = group.requests
+    assert (request.stop_reason, request.attempt) == (StopReason.AGENT_ERROR, 1)
+    assert "message" in request.error and not request.children
+
+
 def test_a_file_of_rows_that_is_no_jsonl_is_told_how(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}]))
