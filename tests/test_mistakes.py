@@ -137,7 +137,8 @@ def test_a_sub_agent_with_no_proper_prompt_is_the_agents_mistake(prompt: Any) ->
     [group] = fsm_rollout.run(rollout.generate(["q"]))
     [request] = group.requests
     assert (request.stop_reason, request.attempt) == (StopReason.AGENT_ERROR, 1)
-    assert "message" in request.error and not request.children
+    assert "message" in request.error
+    assert not request.children
 
 
 def test_a_file_of_rows_that_is_no_jsonl_is_told_how(tmp_path: Path) -> None:
