@@ -7,9 +7,13 @@ import pytest
 pytest.importorskip("transformers")
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+
+import aiohttp
+from aiohttp import web
 
 import fsm_rollout
 from fsm_rollout.agent import Context
@@ -204,3 +208,23 @@ def test_a_server_without_log_probs_is_named_when_it_is_probed() -> None:
 def test_a_kind_that_the_config_says_is_not_told_as_if_the_server_had_said_it() -> None:
     said = started(log_prob_kind="raw")
     assert said.startswith("ConfigError: as log_prob_kind='raw' says, the engine reports raw ")
+
+
+def test_a_client_that_cuts_a_stream_is_no_bug_of_the_fake_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def cut(response: web.StreamResponse, data: bytes) -> None:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async def main() -> None:
+        async with FakeEngine(tokenizer=TOKENIZER) as fake, aiohttp.ClientSession() as session:
+            body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}, "stream": True}
+            with monkeypatch.context() as patch:
+                patch.setattr(web.StreamResponse, "write", cut)
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.post(f"{fake.url}/generate", json=body) as reply:
+                        await reply.read()
+            assert [seen.outcome for seen in fake.generations()] == ["disconnected"]
+
+    asyncio.run(main())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
