@@ -176,10 +176,11 @@ class Context:
         retried like any request. Its rows are trained with those of this one and share its reward,
         unless its tools gave one or you set `child.reward`. One that is ABORTED is not trained.
         Several run at once in an `asyncio.gather`; those that still run when the agent returns, or
-        when you cancel this call, are aborted as cancelled. Raises ConfigError for tools or kwargs
-        that do not fit.
+        when you cancel this call, are aborted as cancelled. Raises ConfigError for a prompt, tools
+        or kwargs that do not fit.
         """
         async with self._called() as request:
+            checked_messages(prompt)
             toolset, codec, kwargs = await self._tools_of(tools, tools_kwargs or {})
             child = self._alive().spawn(
                 prompt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.settings import HttpSettings
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits
+from fsm_rollout.tools.registry import where_modules_are
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Urls = Annotated[list[str], msgspec.Meta(min_length=1)]
@@ -136,8 +138,10 @@ def load_config(path: Path) -> RunConfig:
     try:
         check_keys(values, RunConfig, "")
         config = msgspec.convert(values, RunConfig)
-    except (ConfigError, msgspec.ValidationError) as error:
+    except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_in_words(error)}") from error
     here = path.resolve().parent
     return msgspec.structs.replace(
         config,
@@ -202,6 +206,7 @@ def imported(dotted: str, *, what: str) -> Any:
     except (Exception, SystemExit) as error:  # what the module runs as it is imported
         raise ConfigError(
             f"{what} {dotted!r} is not an importable `module:name`: {error!r}"
+            f"{where_modules_are(error)}"
         ) from error
 
 
@@ -225,6 +230,16 @@ def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: st
                     check_keys(part, RewardConfig, f"reward.{name}.")
         elif inner := _struct_of(struct, key, value):
             check_keys(value, inner, f"{path}{key}.")
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    """What msgspec found, the key first, in the words of YAML."""
+    what, _, path = str(error).partition(" - at `$")
+    what = what.replace("Object missing required field", "required, and missing: the key")
+    for theirs, ours in ("array", "list"), ("object", "mapping"), ("str", "text"):
+        what = re.sub(rf"\b{theirs}\b", ours, what)
+    key = path.strip(".`")
+    return f"{key}: {what[:1].lower()}{what[1:]}" if key else what
 
 
 def _hint(given: str, known: Iterable[str]) -> str:

@@ -83,6 +83,8 @@ def _row(given: Any) -> PromptRow:
     if isinstance(given, str):
         given = {"prompt": given}
     if isinstance(given, list):
+        if any(isinstance(item, Mapping) and "prompt" in item for item in given):
+            raise ConfigError("it is a list of rows; give each row a line of its own")
         raise ConfigError('it is a list; messages are the prompt of a row: {"prompt": [...]}')
     if isinstance(given, Mapping) and "prompt" not in given:
         raise ConfigError(f"no prompt in it: it has {', '.join(map(str, given)) or 'no fields'}")
@@ -138,7 +140,7 @@ def _json(line: bytes, **hooks: Any) -> Any:
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 ({error}); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error}") from error
+        raise ConfigError(f"not JSON: {error}; each line is one JSON object") from error
     except ValueError as error:  # not finite, or of more digits than Python reads
         why = str(error).partition(";")[0]
         raise ConfigError(f"{why}; write a string or null in its place") from error

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from fsm_rollout.arrays import Ints
 from fsm_rollout.columns import Column, Columns, Prompt
-from fsm_rollout.errors import InvariantError
+from fsm_rollout.errors import ConfigError, InvariantError
 from fsm_rollout.limits import TERMINAL, Limits, Status, StopReason
 from fsm_rollout.sample import Sample
 from fsm_rollout.turn import Media, ToolCall
@@ -246,6 +246,8 @@ class Request:
         It has the parent's budgets, each for itself, its label and metadata, unless `fields` say
         otherwise.
         """
+        if not isinstance(fields.get("limits", self.limits), Limits):
+            raise ConfigError(f"spawn: limits must be Limits(...), got {fields['limits']!r}")
         self._spawned += 1
         child = Request(
             **{

@@ -291,6 +291,10 @@ def run(coroutine: Coroutine[Any, Any, T], *, tuned: bool = False) -> T:
     and a collector of garbage that runs rarely; both are process-wide until the rollout ends.
     Raises RolloutError, at once, where an event loop already runs (a notebook): `await` it there.
     """
+    if not asyncio.iscoroutine(coroutine):
+        raise ConfigError(
+            f"run takes a coroutine, `run(rollout.generate(rows))`, got {coroutine!r}"
+        )
     if _is_in_a_loop():
         coroutine.close()
         raise RolloutError("an event loop already runs here: use `await` in place of `run(...)`")

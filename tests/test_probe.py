@@ -187,7 +187,7 @@ def test_a_finding_that_fits_gives_its_kind_and_one_that_does_not_tells_how_to_m
         found(Model("raw")).require(SamplingParams(temperature=0.7))
     with pytest.raises(ConfigError, match=r"top_p 0\.9(.|\n)*Sample with top_p 1 and top_k 0"):
         found(Model("processed")).require(SamplingParams(top_p=0.9))
-    with pytest.raises(ConfigError, match=r"unnamed reports raw .*_ORIGINAL_LOGPROB$"):
+    with pytest.raises(ConfigError, match=r"the engine reports raw .*_ORIGINAL_LOGPROB$"):
         Finding("raw", ()).require(SamplingParams(temperature=0.7))  # as somebody said
     with pytest.raises(ConfigError, match=r"could not be told(.|\n)*log_prob_kind(.|\n)*cannot"):
         found(Model("raw", sharpness=1_000)).require(SamplingParams())

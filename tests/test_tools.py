@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import operator
 import time
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsm_rollout import tools
@@ -131,6 +132,12 @@ def test_a_response_that_could_not_be_data_cannot_be_made(fields: Mapping[str, A
         ToolResponse(**fields)
 
 
+TOO_LARGE = 3.4028235677973366e38
+"""the least that float32 rounds to infinity"""
+
+
+@example(TOO_LARGE)
+@example(math.nextafter(TOO_LARGE, 0))
 @given(st.floats() | st.integers() | st.booleans() | st.text() | st.none())
 def test_a_reward_is_a_finite_float_or_refused(value: Any) -> None:
     try:

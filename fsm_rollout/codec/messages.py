@@ -58,6 +58,10 @@ def _checked(number: int, message: Mapping[str, Any]) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise ConfigError(f"{where}, field 'role': {role!r} is not one of {', '.join(ROLES)}")
+    if "content" not in message and not (role == "assistant" and message.get("tool_calls")):
+        raise ConfigError(
+            f"{where} has no 'content': it has {', '.join(map(str, message))}; an empty one is ''"
+        )
     checked = {key: value for key, value in message.items() if value is not None}
     try:
         checked["content"] = text_of(message.get("content"))

@@ -7,6 +7,7 @@ has a tokenizer of its own: the same model, normaliser and pre-tokeniser, no add
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections import deque
@@ -48,6 +49,11 @@ class Vocabulary:
     ) -> None:
         from tokenizers import AddedToken, Tokenizer
 
+        if isinstance(tokenizer, str | os.PathLike):
+            raise ConfigError(
+                f"tokenizer is {str(tokenizer)!r}, a name: give the tokenizer, "
+                f"AutoTokenizer.from_pretrained({str(tokenizer)!r})"
+            )
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{type(tokenizer).__name__} is a slow tokenizer; the codec needs a fast one "

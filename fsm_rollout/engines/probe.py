@@ -36,6 +36,10 @@ _PROMPTS, _LONGEST = 16, 256
 _ENOUGH, _LEAST = 3, 2
 """sights that tell the same: no more are looked for; with fewer in the end nothing is said"""
 
+_BAD = (StopReason.BAD_REPLY, StopReason.MISSING_LOG_PROBS)
+_TOO_MANY = 3
+"""bad replies, after which the engine is not asked again"""
+
 
 class Sight(msgspec.Struct, frozen=True):
     """Three tokens sampled behind the same prompt, each with its log-prob."""
@@ -85,7 +89,8 @@ class Finding(msgspec.Struct, frozen=True):
         """
         if self.kind and fits(self.kind, params):
             return self.kind
-        engine = f"engine {next((sight.engine_id for sight in self.sights), '') or 'unnamed'}"
+        named = next((sight.engine_id for sight in self.sights), "")
+        engine = f"engine {named}" if named else "the engine"
         numbers = "".join(f"\n  {sight}" for sight in self.sights)
         if self.kind is None:
             raise ConfigError(
@@ -134,15 +139,23 @@ async def probe(
     text: a model that is certain of each next token tells nothing. `session_id` picks the endpoint
     where an engine has several.
 
-    Raises EngineError as the engine does, and when it is not done in time; ConfigError when it
-    gives no log-probs, or there are no ids.
+    Raises EngineError as the engine does, but of bad replies the third, and when it is not done in
+    time; ConfigError when it gives no log-probs, or there are no ids.
     """
     sights: list[Sight] = []
     told: list[LogProbKind] = []
+    num_bad = 0
     try:
         async with asyncio.timeout(timeout_s):
             for prompt in _prefixes(ids):
-                if sight := await _look(engine, prompt, session_id):
+                try:
+                    sight = await _look(engine, prompt, session_id)
+                except EngineError as error:  # the loop, too, tries again after such a reply
+                    num_bad += 1
+                    if error.final or error.reason not in _BAD or num_bad == _TOO_MANY:
+                        raise
+                    continue
+                if sight:
                     sights.append(sight)
                     if kind := sight.kind:
                         told.append(kind)

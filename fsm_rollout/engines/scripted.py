@@ -61,6 +61,8 @@ class ScriptedEngine:
         vocab_size: int | None = None,
         log_probs_required: bool = True,
     ) -> None:
+        if isinstance(script, str):
+            raise ConfigError("the script is a text; put it into a list: one answer per turn")
         self.asked: list[Asked] = []
         self._script = script
         self._tokenizer = tokenizer

@@ -32,7 +32,10 @@ def get_parser(name: str, *, generation_prompt: str = "") -> Parser:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown parser {name!r}: {hint}known are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown parser {name!r}: {hint}known are {', '.join(sorted(known))}; others are "
+            "plug-ins of the entry-point group fsm_rollout.parsers"
+        )
     return _make(known[name], generation_prompt)
 
 

@@ -101,7 +101,10 @@ class ToolResponse:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"ToolResponse.text must be str, got {type(self.text).__name__}")
+            raise TypeError(
+                f"ToolResponse.text must be str, got {type(self.text).__name__}; "
+                "json.dumps makes a text of it"
+            )
         object.__setattr__(self, "images", tuple(self.images))
         object.__setattr__(self, "stop", bool(self.stop))
         if self.reward is not None:

@@ -8,8 +8,10 @@ they are for whoever writes the config; dataset rows only name tools of the tool
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -126,10 +128,21 @@ def find_tool(item: ToolSpec) -> type[Tool]:
         return found
     if inspect.isroutine(found):
         return tool(found)
+    if isinstance(found, Tool):
+        raise ConfigError(
+            f"{type(found).__qualname__}(...) is an object; give its class: each request makes one"
+        )
     raise ConfigError(
         f"{item!r} is not a tool; give a subclass of Tool, a function, a registered name "
         "or 'module:Name'"
     )
+
+
+def where_modules_are(error: BaseException) -> str:
+    """What to add to the message of an import that found no module; else ""."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return f"; modules are looked for in {os.getcwd()} and among what is installed"
 
 
 def _load(name: str) -> Any:
@@ -161,7 +174,9 @@ def _import(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ConfigError(f"tool {path!r}: cannot import {module_name!r}: {error}") from error
+        raise ConfigError(
+            f"tool {path!r}: cannot import {module_name!r}: {error}{where_modules_are(error)}"
+        ) from error
     if not hasattr(module, attribute):
         hint = did_you_mean(attribute, vars(module))
         raise ConfigError(f"tool {path!r}: module {module_name!r} has no {attribute!r}{hint}")
@@ -177,6 +192,20 @@ def _check_class(cls: type[Tool]) -> None:
             f"{where}: truncate_side must be one of {', '.join(TRUNCATE_SIDES)}, "
             f"got {cls.truncate_side!r}"
         )
+    try:
+        inspect.signature(cls).bind()
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}: __init__ is called without arguments: {error}; what a request brings goes "
+            "to `create`"
+        ) from None
+    for name in (name for name, value in vars(cls).items() if inspect.isroutine(value)):
+        near = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.8)
+        if name[0] != "_" and near and getattr(cls, near[0]) is getattr(Tool, near[0]):
+            raise ConfigError(
+                f"{where} has a method {name!r} and no {near[0]!r}: if it is meant, name it so, "
+                f"else {'_' + name!r}"
+            )
     for field in ("max_concurrent", "max_response_tokens"):
         value = getattr(cls, field)
         if value is not None and (not isinstance(value, int) or value < 1):

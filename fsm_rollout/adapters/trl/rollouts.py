@@ -95,6 +95,8 @@ class RolloutFunc:
         listeners: Iterable[Listener] = (),
         guards: Mapping[Event, Iterable[Guard]] | None = None,
     ) -> None:
+        if limits is not None and not isinstance(limits, Limits):
+            raise ConfigError(f"limits must be Limits(...), got {limits!r}")
         if environment is not None:
             tools = [*(tools.classes.values() if isinstance(tools, Toolset) else tools)]
             tools += environment.tools

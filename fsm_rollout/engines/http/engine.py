@@ -99,13 +99,18 @@ class HttpEngine:
 
         Where kinds of log-probs differ under `params`, every server is probed behind the ids of
         `prompt`. ConfigError when they are not log_softmax(logits / temperature), or when this
-        process may not open that many connections; EngineError as `generate`.
+        process may not open that many connections; EngineError when a server cannot be asked.
         """
         reserve_files(max_concurrent)
         if not log_probs or all(fits(kind, params) for kind in get_args(LogProbKind)):
             return
         if self._is_kind_given:
-            Finding(self.log_prob_kind, ()).require(params)
+            try:
+                Finding(self.log_prob_kind, ()).require(params)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"as log_prob_kind={self.log_prob_kind!r} says, {error}"
+                ) from None
             return
         found = await asyncio.gather(
             *(self._probed(endpoint, prompt, params) for endpoint in self.endpoints)
@@ -123,7 +128,15 @@ class HttpEngine:
     ) -> LogProbKind:
         names = (f"probe-{number}" for number in count())
         session_id = next(name for name in names if self.endpoints.home(name) is endpoint)
-        return (await probe(self, prompt, session_id=session_id)).require(params)
+        try:
+            return (await probe(self, prompt, session_id=session_id)).require(params)
+        except EngineError as error:
+            raise EngineError(
+                f"{endpoint.url}, asked which log-probs it reports: {error}; if you know, say it "
+                "with log_prob_kind",
+                reason=error.reason,
+                final=error.final,
+            ) from error
 
     async def generate(
         self,

@@ -111,6 +111,9 @@ class Service:
         except asyncio.CancelledError:
             seen.outcome = "disconnected"
             raise
+        except ConnectionResetError:  # written to before the cancel came: aiohttp would log a bug
+            seen.outcome = "disconnected"
+            return web.Response()  # to nobody
         finally:
             seen.num_new_ids = len(reply.ids)
             self._schedule.finish(job)
