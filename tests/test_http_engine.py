@@ -417,7 +417,7 @@ def test_a_try_that_fails_after_its_abort_is_not_tried_again() -> None:
 def test_a_try_that_its_server_does_not_know_ends_soon_after_its_abort() -> None:
     async def main() -> None:
         async with Server(always=MAY_RUN_ON["no answer"]) as server:
-            engine = engine_for(server, settings=HttpSettings(abort_timeout_s=0.2, max_tries=1))
+            engine = engine_for(server, settings=HttpSettings(abort_timeout_s=1, max_tries=1))
             generating = asyncio.create_task(ask(engine, "r1"))
             await server.until(lambda: bool(server.generated))
             await engine.abort("r1")

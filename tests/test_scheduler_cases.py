@@ -119,7 +119,7 @@ class Held:
 
 
 def rollout_of(*, script: Any = (CALL, "done"), **options: Any) -> Rollout:
-    limits = Limits(release_timeout_s=0.2)
+    limits = Limits(release_timeout_s=1)
     engine = ScriptedEngine(script, tokenizer=TOKENIZER)
     return Rollout(engine, TOKENIZER, limits=limits, **options)
 
