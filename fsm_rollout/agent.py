@@ -365,7 +365,7 @@ def player(agent: Agent) -> Player:
         how = f"raised {describe(error)}"
         log_failure(logger, f"request {request.name}", "the agent", how, error)
         request.final = isinstance(error, RolloutError)  # the agent's own fault: it would again
-        loop.abort(request, StopReason.AGENT_ERROR, f"the agent raised {error!r}")
+        loop.abort(request, StopReason.AGENT_ERROR, f"the agent {how}")
 
     return play
 

@@ -18,7 +18,7 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import EngineError, InvariantError, describe, log_failure
+from fsm_rollout.errors import EngineError, InvariantError, describe, log_failure, shown
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.tools.supervisor import Flight
 from fsm_rollout.turn import FINISHES, Media
@@ -85,9 +85,11 @@ def _fitting(
             final=True,
         )
     if not isinstance(reply.finish, str) or reply.finish not in FINISHES:
-        raise _bad(f"the engine returned the unknown finish reason {reply.finish!r}")
+        raise _bad(f"the engine returned the unknown finish reason {shown(reply.finish)}")
     if not _are_numbers(reply.counters):
-        raise _bad(f"the engine's counters must be finite numbers by name, got {reply.counters!r}")
+        raise _bad(
+            f"the engine's counters must be finite numbers by name, got {shown(reply.counters)}"
+        )
     try:
         ids = int32(reply.token_ids)
     except InvariantError as error:
@@ -124,10 +126,10 @@ def _engine_error(error: BaseException, request_id: str) -> EngineError:
         reason = error.reason
         if isinstance(reason, StopReason) and reason.status is not Status.COMPLETED:
             return error
-        return _failed(f"{error} (with {reason!r}, which is no reason of an engine)")
+        return _failed(f"{error} (with {shown(reason)}, which is no reason of an engine)")
     how = f"raised {describe(error)}"
     log_failure(logger, f"request {request_id}", "the engine", how, error)
-    return _failed(f"the engine raised {error!r}")
+    return _failed(f"the engine raised {shown(error)}")
 
 
 def _tell_to_abort(engine: Engine, request_id: str) -> None:

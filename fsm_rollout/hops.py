@@ -23,7 +23,14 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import ConfigError, EngineError, InvariantError, describe, log_failure
+from fsm_rollout.errors import (
+    ConfigError,
+    EngineError,
+    InvariantError,
+    describe,
+    log_failure,
+    shown,
+)
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states.guards import has_room, needs_observation
@@ -272,7 +279,7 @@ class Hops:
         log_failure(logger, f"request {request.name}", "the codec", how, error)
         if request.seq == seq:  # else it is late
             request.final = True
-            self.abort(request, StopReason.INVARIANT, f"the codec failed: {error!r}")
+            self.abort(request, StopReason.INVARIANT, f"the codec failed: {shown(error)}")
 
     async def _tool_message(
         self, request: Request, result: CallResult, session: ToolSession

@@ -7,9 +7,9 @@ outcome can hold stands in AT_REST.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -123,8 +123,8 @@ def log_probs_belong_to_sampled_tokens(look: Look) -> Iterator[str]:
     for number, turn in enumerate(look.sample.turns):
         if turn.log_prob_kind not in _KINDS:
             yield f"turn {number}: log_prob_kind {turn.log_prob_kind!r} is not {LOG_PROB_KINDS}"
-        if turn.temperature is not None and not 0 <= turn.temperature < math.inf:
-            yield f"turn {number}: temperature is {turn.temperature}"
+        if not _is_temperature(turn.temperature):
+            yield f"turn {number}: temperature is {turn.temperature!r}"
     log_probs, sampled = look.log_probs, look.sampled
     if log_probs is None:
         return
@@ -219,6 +219,10 @@ def the_outcome_agrees(look: Look) -> Iterator[str]:
             yield f"turn {number}: finish {turn.finish!r} is not one of {sorted(FINISHES)}"
         if turn.reward is not None and not _is_finite(turn.reward):
             yield f"turn {number}: reward is {turn.reward!r}, no finite float32"
+
+
+def _is_temperature(value: Any) -> bool:
+    return value is None or (_is_finite(value) and value >= 0)
 
 
 def _is_finite(value: object) -> bool:

@@ -63,8 +63,9 @@ class Loop(Hops):
         """Play `request` to its end, with retries from scratch, and release its tools."""
         try:
             await self.play(request)
-            while self._may_retry(request):
-                await self.release(request)
+            while not request.is_done or self._may_retry(request):
+                if request.is_done:
+                    await self.release(request)
                 if request.is_done:  # else retried from outside meanwhile
                     self.machine.fire(Event.RETRY, request)
                 await self.play(request)
@@ -79,30 +80,31 @@ class Loop(Hops):
         session: ToolSession | None = None
         clock = asyncio.timeout(request.limits.request_timeout_s)
         try:
-            async with clock:
-                while not request.is_done:
-                    session = await self._session(request, session)
-                    match request.status:
-                        case status if self.agent and not status.is_terminal:
-                            await self.agent(self, request, session)
-                        case Status.PENDING:
-                            await self.start(request)
-                        case Status.GENERATING:
-                            await self._generate(request)
-                        case Status.TOOL_CALLING:
-                            await self._observe(request, session)
-        except TimeoutError:
-            if not clock.expired():
-                raise
-            if not request.is_done:
-                self.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
+            try:
+                async with clock:
+                    while not request.is_done:
+                        session = await self._session(request, session)
+                        match request.status:
+                            case status if self.agent and not status.is_terminal:
+                                await self.agent(self, request, session)
+                            case Status.PENDING:
+                                await self.start(request)
+                            case Status.GENERATING:
+                                await self._generate(request)
+                            case Status.TOOL_CALLING:
+                                await self._observe(request, session)
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                if not request.is_done:
+                    self.machine.settle(Event.TRUNCATE, request, StopReason.TIMEOUT)
+            await self._finish(request)
         except asyncio.CancelledError:
             self.abort(request, StopReason.CANCELLED, "cancelled from outside")
             raise
         finally:
             if session is not None and session is not request.session:
                 await session.close()
-        await self._finish(request)
 
     async def release(self, request: Request) -> None:
         """Release the request's tools, once; nothing to do when it has none."""
@@ -154,15 +156,22 @@ class Loop(Hops):
         """The request's tools, opened once per attempt; those of an attempt that is over end."""
         if held is not None and held is not request.session:  # retried from outside
             await held.close()
-        if isinstance(request.session, ToolSession):
-            return request.session
+        while not isinstance(request.session, ToolSession):
+            await self._open(request)
+        return request.session
+
+    async def _open(self, request: Request) -> None:
         session = request.session = ToolSession(
             self.tools,
             kwargs=request.tools_kwargs,
             limits=request.limits,
             label=f"request {request.name}, attempt {request.attempt}",
         )
-        await session.open()
+        try:
+            await session.open()
+        finally:
+            if request.session is not session:  # retried from outside meanwhile
+                await session.close()
         if session.failed_required and request.session is session:
             why = "; ".join(
                 f"{name}: {session.unavailable[name]}" for name in session.failed_required
@@ -170,7 +179,6 @@ class Loop(Hops):
             self.abort(
                 request, StopReason.TOOL_UNAVAILABLE, f"required tools failed to open: {why}"
             )
-        return session
 
     async def _decode(self, request: Request) -> None:
         """Say in text what was sampled and observed."""

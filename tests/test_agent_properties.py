@@ -276,7 +276,7 @@ CODEC = yielding(Codec(TOKENIZER, tools=Toolset([Echo]).schemas))
 """one for all: its proofs take longer than a run"""
 
 
-async def meddle(rollout: Rollout, request: Request, outside: str, playing: Any) -> None:
+async def meddle(rollout: Rollout, target: Request, outside: str, playing: Any) -> None:
     machine = rollout.loop.machine
     if outside.startswith("cancel"):
         playing.cancel()
@@ -286,18 +286,18 @@ async def meddle(rollout: Rollout, request: Request, outside: str, playing: Any)
     elif outside != "nothing":
         reason = StopReason.CANCELLED if outside == "abort" else StopReason.PAUSED
         with contextlib.suppress(IllegalEvent, GuardRefused):
-            machine.fire(Event.ABORT, request, reason)
+            machine.fire(Event.ABORT, target, reason)
             if outside == "pause and resume":
-                machine.fire(Event.RESUME, request)
+                machine.fire(Event.RESUME, target)
             elif outside == "pause and retry":
-                machine.fire(Event.RETRY, request)
+                machine.fire(Event.RETRY, target)
 
 
 @given(
     SCRIPTS,
     st.lists(st.sampled_from(["text", "call"]) | st.sampled_from(REPLIES), min_size=1, max_size=6),
     st.lists(st.sampled_from(SAYS), min_size=1, max_size=4),
-    st.sampled_from(OUTSIDE),
+    st.lists(st.tuples(st.sampled_from(OUTSIDE), st.integers(0, 3)), min_size=1, max_size=2),
     st.integers(1, 60),
     st.integers(1, 3),
     st.integers(260, 900),
@@ -306,7 +306,7 @@ def test_whatever_an_agent_does_the_record_holds_and_nothing_is_left(
     script: Script,
     replies: Sequence[str],
     says: Sequence[str],
-    outside: str,
+    outside: Sequence[tuple[str, int]],
     ticks: int,
     max_calls: int,
     max_context: int,
@@ -326,7 +326,10 @@ def test_whatever_an_agent_does_the_record_holds_and_nothing_is_left(
         playing = asyncio.ensure_future(rollout.run(request))
         for _ in range(ticks):
             await asyncio.sleep(0)
-        await meddle(rollout, request, outside, playing)
+        for what, whose in outside:  # of the sub-agents that still run, or the parent
+            targets = [request, *(one for one in family(request) if not one.is_done)]
+            await meddle(rollout, targets[whose % len(targets)], what, playing)
+            await asyncio.sleep(0)
         await asyncio.wait([playing], timeout=60)
         assert playing.done()
         if not playing.cancelled():
@@ -360,7 +363,7 @@ def test_whatever_an_agent_does_the_record_holds_and_nothing_is_left(
     assert all(world.sampled[log_prob] == token for log_prob, token in trained)
     for one in family(request):
         assert one.num_tool_calls <= max_calls
-        if not outside.startswith("pause"):
+        if not any(what.startswith("pause") for what, _ in outside):
             ran = sum(one.metrics.get(f"tool/echo/{outcome}", 0) for outcome in EXECUTED)
             assert ran == one.num_tool_calls
     if request.status is Status.ABORTED:

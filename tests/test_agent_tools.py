@@ -19,9 +19,10 @@ from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
+from fsm_rollout.testing.tokenizer import tiny_tokenizer
 from fsm_rollout.tools.base import Tool
-from fsm_rollout.tools.registry import ToolSpec
-from tests.playing import CALL, TOKENIZER, said_by_tools
+from fsm_rollout.tools.registry import Toolset, ToolSpec
+from tests.playing import CALL, TOKENIZER, ids, said_by_tools
 
 CREATED: list[tuple[str, str]] = []
 
@@ -163,3 +164,24 @@ def test_tools_that_do_not_fit_are_refused_before_anything_is_made(
     rollout = Rollout(engine, TOKENIZER, tools=[Echo, Judge], agent=lead)
     [group] = fsm_rollout.run(rollout.generate([ROW]))
     assert (group.requests[0].status, group.requests[0].error) == (Status.COMPLETED, "")
+
+
+def test_a_warning_of_the_model_or_the_template_is_for_all_sets_of_tools(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ignores_tools = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    schemas = [Toolset([spec]).schemas for spec in (Echo, Judge, louder)]
+    codec = Codec(tiny_tokenizer(ignores_tools), tools=schemas[0])
+    broken = ids("<tool_call>{oops}</tool_call>")
+    for tools in schemas:
+        other = codec.with_tools(tools)
+        for _ in range(20):
+            other.parse(broken, finish="stop", call_id="call")
+    told = [message.partition(",")[0] for message in caplog.messages]
+    assert told == [
+        "the chat template ignores tools",
+        "parser 'hermes' reads no tool call of this model",
+    ]

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
+from fsm_rollout import errors
 from fsm_rollout.agent import Context
 from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ToolError, log_failure
 from fsm_rollout.limits import Limits
 from fsm_rollout.request import Request
+from fsm_rollout.rewards import RewardPart
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.tools.base import Tool
 from tests.playing import CALL, TOKENIZER, fail, swallow
@@ -189,3 +191,96 @@ def test_ten_thousand_failures_are_five_lines(caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     log_failure(logger, "request 1", "another", "raised", failed("boom" * 5_000))
     assert len(caplog.text) < 200
+
+
+class Unspeakable(Exception):
+    """It cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+def unspeakable(*_: Any) -> Any:
+    raise Unspeakable
+
+
+async def unspeakable_agent(ctx: Context) -> None:
+    await ctx.generate()
+    raise Unspeakable
+
+
+def unspeakable_parser(rollout: Rollout) -> None:
+    codec = rollout.loop.codec = copy(rollout.loop.codec)
+
+    async def parse_async(*args: Any, **kwargs: Any) -> Any:
+        raise Unspeakable
+
+    codec.parse_async = parse_async  # type: ignore[method-assign]
+
+
+def no_list(requests: list[Request]) -> Any:
+    return Unspeakable()
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ({"agent": unspeakable_agent}, "the agent raised Unspeakable"),
+        ({"engine": unspeakable}, "the engine raised <Unspeakable>"),
+        ({"spoil": unspeakable_parser}, "the codec failed: <Unspeakable>"),
+        ({"reward": unspeakable}, "reward function unspeakable raised Unspeakable"),
+        ({"reward": RewardPart(no_list, group=True)}, "no_list returned <Unspeakable> for 1"),
+    ],
+    ids=["agent", "engine", "codec", "reward", "scores"],
+)
+def test_what_cannot_be_shown_costs_its_requests_and_no_run(
+    parts: dict[str, Any], error: str
+) -> None:
+    requests = run(**parts)
+    assert {str(request.status) for request in requests} == {"aborted"}
+    assert all(error in request.error for request in requests)
+
+
+def test_what_is_endless_is_cut() -> None:
+    def engine(asked: Any) -> Any:
+        raise ValueError("x" * 1_000_000)
+
+    async def agent(ctx: Context) -> None:
+        raise ValueError("x" * 1_000_000)
+
+    assert max(len(request.error) for request in run(engine=engine)) < 3_000
+    assert max(len(request.error) for request in run(agent=agent)) < 3_000
+
+
+def test_code_of_a_model_cannot_make_the_log_grow_for_ever(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tool that runs it raises where, what and as often as it likes."""
+    monkeypatch.setattr(errors, "_MAX_KINDS", 10)
+    logger = logging.getLogger("fsm_rollout.test")
+
+    def ran(number: int) -> Exception:
+        source = f"class E{number}(Exception): pass\nraise E{number}"
+        try:
+            exec(compile(source, f"<cell {number}>", "exec"), {})
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    for number in range(100):
+        log_failure(logger, f"request {number}", "execute of tool python", "failed", ran(number))
+    assert len(errors._failures) == 11
+    assert len(caplog.records) == 10 + len(["the 1st", "the 10th of all others"])
+    assert "(no. 10 of further kinds" in caplog.messages[-1]
+
+
+def test_a_process_is_told_in_no_more_than_it_takes(caplog: pytest.LogCaptureFixture) -> None:
+    part = RewardPart(endless, processes=1, timeout_s=120)
+    assert "ValueError" in run(reward=part)[0].error
+    assert len(caplog.text) < 100_000
+
+
+def endless(request: Request) -> float:
+    raise ValueError("x" * 1_000_000)

@@ -89,6 +89,8 @@ BROKEN: dict[str, tuple[str, Callable[[Any], object]]] = {
     "temperature negative": ("R3.3", _set("turns.0.temperature", -1.0)),
     "temperature NaN": ("R3.3", _set("turns.0.temperature", math.nan)),
     "temperature infinite": ("R3.3", _set("turns.0.temperature", math.inf)),
+    "temperature infinite as float32": ("R3.3", _set("turns.0.temperature", 1e300)),
+    "temperature no number": ("R3.3", _set("turns.0.temperature", "1.0")),
     "version run too long": ("R3.4", _set("turns.0.weight_versions", [("v1", 4)])),
     "version run lost": ("R3.4", _set("turns.0.weight_versions", [])),
     "empty version run": ("R3.4", _set("turns.0.weight_versions", [("v1", 3), ("v2", 0)])),

@@ -195,6 +195,25 @@ def test_a_failure_outside_of_the_forward_fails_who_runs_and_the_engine_goes_on(
     assert_log_probs_are_plain(ids(0, 5), serve(use))
 
 
+def test_a_failure_of_what_a_caller_wants_does_not_end_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("its weights are elsewhere")
+
+    async def use(engine: TransformersEngine) -> Generation:
+        with monkeypatch.context() as patch:
+            patch.setattr(Batcher, "abort", fail)
+            patch.setattr(Batcher, "forget", fail)
+            await engine.abort("0")
+            engine.forget()
+            while not engine._inbox.empty() and engine._thread.is_alive():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        return await asyncio.wait_for(ask(engine, ids(0, 5)), 30)
+
+    assert_log_probs_are_plain(ids(0, 5), serve(use))
+
+
 @pytest.mark.parametrize(
     ("prompt", "budget", "reason", "says"),
     [

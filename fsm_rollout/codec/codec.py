@@ -119,6 +119,7 @@ class Codec:
             raise ConfigError(f"parser is {parser!r}; give a name, or an object with `parse`")
         self.parser = parser
         self._others: dict[str, Codec] = {}
+        self._told: set[str] = set()  # warnings, shared by all of `_others`
         self._take(template)
         if self.drift:
             logger.warning(
@@ -129,7 +130,7 @@ class Codec:
     def _take(self, template: ChatTemplate) -> None:
         """Everything that depends on the template and the tools that it shows."""
         self.template, self.tools = template, template.tools
-        self._watch = FormatWatch(self.parser.name, self.tools)
+        self._watch = FormatWatch(self.parser.name, self.tools, self._told)
         # What the template adds to a prompt, tool schemas included.
         self._frame = template.render([{"role": "user", "content": "café\n 42 "}])
         self._deltas: dict[tuple[str, ...], Delta] = {}
@@ -326,10 +327,16 @@ class Codec:
         user = [{"role": "user", "content": "u"}]
         with suppress(TemplateError):  # one that refuses to be without tools has read them
             if self.template.render(user) == self.template.render(user, tools=[]):
-                logger.warning(
+                self._warn(
                     "the chat template ignores tools, so the model is told of none: describe them "
                     "in the messages, or pass chat_template ('hermes' is shipped)"
                 )
+
+    def _warn(self, text: str) -> None:
+        """Once, in all codecs `with_tools`."""
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
 
     def _known(self, roles: tuple[str, ...]) -> Delta | None:
         return self._deltas.get(roles) or self._later.get(roles)

@@ -184,9 +184,11 @@ class TransformersEngine:
         import torch
 
         with torch.inference_mode():
-            while self._receive():
+            is_open = True
+            while is_open:
                 try:
-                    self._batcher.step()
+                    if is_open := self._receive():
+                        self._batcher.step()
                 except Exception as error:
                     logger.exception("the batcher failed")
                     message = f"the engine failed ({type(error).__name__}: {error})"

@@ -25,6 +25,7 @@ class RowFacts(NamedTuple):
     response_length: int
     num_sampled: int
     num_trained: int
+    """0 when the row is taken out of training"""
     is_removed: bool
     versions: tuple[WeightVersion, ...]
     """of its runs of tokens"""
@@ -102,7 +103,7 @@ def row_facts_of(sample: Sample) -> RowFacts:
         prompt_length=sample.prompt_length,
         response_length=sample.response_length,
         num_sampled=sample.columns.num_sampled,
-        num_trained=sample.columns.num_trained,
+        num_trained=0 if sample.remove_sample else sample.columns.num_trained,
         is_removed=sample.remove_sample,
         versions=tuple(version for version, _ in sample.weight_versions),
         top_p_kept=kept,

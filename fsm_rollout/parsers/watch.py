@@ -26,10 +26,13 @@ _EXCERPT = 200
 
 
 class FormatWatch:
-    """Watches the turns of one run, which declares `tools`; `name` is its parser's."""
+    """Watches the turns of one run, which declares `tools`; `name` is its parser's.
 
-    def __init__(self, name: str, tools: Sequence[Mapping[str, Any]]) -> None:
-        self._name, self._tools = name, tools
+    What is in `told` is not said again: sub-agents with other tools have watches of their own.
+    """
+
+    def __init__(self, name: str, tools: Sequence[Mapping[str, Any]], told: set[str]) -> None:
+        self._name, self._tools, self._told = name, tools, told
         self._turns_left = _TURNS if tools else 0
         self._malformed = 0
         self._looking = threading.Lock()  # long turns are parsed in threads
@@ -54,6 +57,9 @@ class FormatWatch:
 
     def _warn(self, advice: str, text: str) -> None:
         self._turns_left = 0
+        if advice in self._told:
+            return
+        self._told.add(advice)
         logger.warning(
             "parser %r reads no tool call of this model, so it never acts; %s. The last turn: %r",
             self._name,

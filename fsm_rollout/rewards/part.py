@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, message
+from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, message, shown
 from fsm_rollout.request import Request
 from fsm_rollout.rewards.batch import Batcher
 from fsm_rollout.rewards.worker import Workers, check_importable
@@ -115,7 +115,7 @@ class RewardPart:
     async def _call_for_all(self, requests: list[Request]) -> list[object]:
         scores = _plain(await self._call(requests, requests))
         if not isinstance(scores, list | tuple) or len(scores) != len(requests):
-            got = f"{len(scores)} scores" if isinstance(scores, list | tuple) else repr(scores)
+            got = f"{len(scores)} scores" if isinstance(scores, list | tuple) else shown(scores)
             raise RewardError(
                 f"{self._label} returned {got} for {len(requests)} requests; "
                 "return a list with one score for each, in their order"
@@ -142,7 +142,8 @@ class RewardPart:
                 log_failure(logger, where, self._label, f"raised {describe(error)}", error)
             else:  # which says where in its own process; here stands only how it was asked
                 text = message(error)
-                place = text.rpartition("\n  File ")[2].partition("\n")[0]
+                _, has_frames, frame = text.rpartition("\n  File ")
+                place = frame.partition("\n")[0] if has_frames else text.partition(":")[0]
                 log_failure(logger, where, self._label, f"raised {text}", place=place)
             raise RewardError(f"{self._label} raised {describe(error)}") from error
         return value

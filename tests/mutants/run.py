@@ -36,17 +36,22 @@ def run(patch: Path | None) -> Result:
     name, started = patch.stem if patch else "no bug", time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder)
-        kept = shutil.ignore_patterns("__pycache__")
-        for part in ("fsm_rollout", "tests/properties"):
-            shutil.copytree(ROOT / part, copy / part, ignore=kept)
-        for part in ("tests/conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / part, copy / part)
+        copy_to(copy)
         if patch is not None:
             applied = subprocess.run(["git", "apply", patch], cwd=copy, check=False)
             if applied.returncode:
                 return Result(name, "does not apply", time.monotonic() - started, "")
         outcome, seen_by = test(copy)
     return Result(name, outcome, time.monotonic() - started, seen_by)
+
+
+def copy_to(folder: Path) -> None:
+    """What the property tests need, and nothing else."""
+    kept = shutil.ignore_patterns("__pycache__")
+    for part in ("fsm_rollout", "tests/properties"):
+        shutil.copytree(ROOT / part, folder / part, ignore=kept)
+    for part in ("tests/conftest.py", "tests/clock.py", "pyproject.toml"):
+        shutil.copy(ROOT / part, folder / part)
 
 
 def test(copy: Path) -> tuple[str, str]:
