@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = sorted(Path(__file__).parent.glob("*.patch"))
-TIMEOUT_S = 180.0
+TIMEOUT_S = 600.0
 
 
 class Result(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from fsm_rollout.adapters.handover import sift
 from fsm_rollout.adapters.slime import record
 from fsm_rollout.adapters.slime.rewards import NO_REWARD, can_score
-from fsm_rollout.errors import log_failure
+from fsm_rollout.errors import log_failure, shown
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -54,7 +54,7 @@ def outcome(args: Any, sample: Any, request: Request, *, has_reward: bool, evalu
             reward = _reward(args, row, evaluation=evaluation) if scores else None
             record.write(one, row, request, args, reward=reward)
     except Exception as error:  # the trainer's Sample does not take it
-        why = f"{type(sample).__name__} refused it: {error!r}"
+        why = f"{type(sample).__name__} refused it: {shown(error)}"
         return failed(sample, why, args, request, evaluation=evaluation)
     return sample if len(written) == 1 else written
 

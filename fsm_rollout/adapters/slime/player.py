@@ -37,7 +37,7 @@ from fsm_rollout.dataset import present
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
-from fsm_rollout.errors import ConfigError, EngineError, GuardRefused, describe, log_failure
+from fsm_rollout.errors import ConfigError, EngineError, GuardRefused, describe, log_failure, shown
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout
@@ -186,7 +186,7 @@ class Player:
         except Exception as error:
             how = f"ended it: {describe(error)}"
             log_failure(logger, f"sample {sample.index}", "a bug", how, error)
-            return failed(sample, f"a bug: {error!r}", args, request, evaluation=evaluation)
+            return failed(sample, f"a bug: {shown(error)}", args, request, evaluation=evaluation)
         finally:
             if goes_on and request.status is Status.ABORTED and _may_go_on(request):
                 self._park(sample, request)

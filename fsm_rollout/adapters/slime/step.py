@@ -22,7 +22,7 @@ from fsm_rollout.adapters.slime.config import sampling_of
 from fsm_rollout.adapters.slime.player import Player, ending, generate, player_of
 from fsm_rollout.adapters.slime.tracker import PLAYED, alarm_of, of_evaluation
 from fsm_rollout.adapters.slime.trainer import part_of
-from fsm_rollout.errors import ConfigError, describe, log_failure
+from fsm_rollout.errors import ConfigError, describe, log_failure, shown
 from fsm_rollout.metrics import Facts
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ async def _score(args: Any, played: Any) -> None:
             except Exception as error:
                 where, how = f"sample {sample.index}", f"failed: {describe(error)}"
                 log_failure(logger, where, "the reward model", how, error)
-                record.fail(sample, f"the reward model failed: {error!r}", args)
+                record.fail(sample, f"the reward model failed: {shown(error)}", args)
         _check_reward(args, sample)
 
 
@@ -214,7 +214,7 @@ async def _score_group(args: Any, played: list[Any]) -> None:
         where, how = f"group {samples[0].group_index}", f"failed: {describe(error)}"
         log_failure(logger, where, "the reward model", how, error)
         for sample in scored:
-            record.fail(sample, f"the reward model failed: {error!r}", args)
+            record.fail(sample, f"the reward model failed: {shown(error)}", args)
 
 
 async def _interrupt(player: Player, running: Mapping[asyncio.Task[None], Any]) -> None:

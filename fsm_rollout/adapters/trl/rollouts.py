@@ -33,7 +33,7 @@ from fsm_rollout.adapters.trl.trainer import (
 from fsm_rollout.agent import Agent
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
-from fsm_rollout.errors import ConfigError, describe, log_failure
+from fsm_rollout.errors import ConfigError, describe, log_failure, shown
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request
@@ -305,7 +305,7 @@ async def play(
                 where, how = f"request {entry.index}", f"failed: {describe(error)}"
                 log_failure(logger, where, "reset", how, error, level=logging.WARNING)
                 request = _request(rollout, entry.played.row, entry)
-                request.error = f"reset of the environment failed: {error!r}"
+                request.error = f"reset of the environment failed: {shown(error)}"
                 rollout.loop.machine.fire(Event.ABORT, request, StopReason.TOOL_UNAVAILABLE)
                 return request
 
@@ -324,7 +324,7 @@ async def _run(rollout: Rollout, row: PromptRow, entry: Entry) -> Request:
     except ConfigError:
         raise
     except Exception as error:
-        request.error = f"it was not played to its end: {error!r}"
+        request.error = f"it was not played to its end: {shown(error)}"
         how = f"was not played to its end: {describe(error)}"
         log_failure(logger, f"request {request.index}", "it", how, error)
     return request

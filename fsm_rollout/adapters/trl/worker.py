@@ -25,7 +25,7 @@ from fsm_rollout.adapters.trl.loop_thread import LoopThread
 from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, RowSource, prompt_row
 from fsm_rollout.dataset import checked_rows
-from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure
+from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, shown
 from fsm_rollout.metrics import metrics_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample
@@ -131,7 +131,7 @@ class RolloutWorker:
         """Raise RolloutError when the worker has died, or made nothing for `stale_after_s`."""
         if self._running is not None and self._running.done() and not self._is_stopping.is_set():
             error = None if self._running.cancelled() else self._running.exception()
-            raise RolloutError(f"RolloutWorker: it died: {error!r}") from error
+            raise RolloutError(f"RolloutWorker: it died: {shown(error)}") from error
         idle_s = time.monotonic() - self._delivered_at
         if self.rollout_buffer.empty() and idle_s > stale_after_s:
             raise RolloutError(

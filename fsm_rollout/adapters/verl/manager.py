@@ -47,7 +47,7 @@ from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
 from fsm_rollout.adapters.verl.tracked import FACTS, facts, validation_columns
 from fsm_rollout.arrays import FLOAT32_MAX
-from fsm_rollout.errors import ConfigError, HandOverError
+from fsm_rollout.errors import ConfigError, HandOverError, shown
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -165,7 +165,7 @@ class FsmAgentLoopWorker(AgentLoopWorker):
             try:
                 row.reward = await self.score([output], columns)
             except Exception as error:  # of a reward function, in verl's process for it
-                why = f"verl's reward loop: {error!r}"
+                why = f"verl's reward loop: {shown(error)}"
                 not_handed(sample, why, error)
                 row.stand_aside(stand_in(sample, request, player.pad_id), why)
             else:

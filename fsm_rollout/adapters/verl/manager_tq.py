@@ -34,7 +34,7 @@ from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
 from fsm_rollout.adapters.verl.player import Player
 from fsm_rollout.adapters.verl.tracked import facts, validated
-from fsm_rollout.errors import describe, log_failure
+from fsm_rollout.errors import describe, log_failure, shown
 from fsm_rollout.metrics import Facts, named
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
@@ -146,7 +146,7 @@ class FsmAgentLoopWorkerTQ(FsmAgentLoopWorker):
             try:
                 reward = await self.score(outputs, columns)
             except Exception as error:  # of a reward function, in verl's process for it
-                not_handed(samples[-1], f"verl's reward loop: {error!r}", error)
+                not_handed(samples[-1], f"verl's reward loop: {shown(error)}", error)
                 samples = []
             else:
                 metrics["compute_score"] = outputs[-1].metrics.compute_score
