@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,10 +13,12 @@ from typing import Any, TextIO, TypeVar
 
 import msgspec
 
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, log_failure
 from fsm_rollout.invariants import check
 from fsm_rollout.sample import Sample
 from fsm_rollout.tools.registry import Toolset
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,12 +74,21 @@ def checked_rows(
             if not row.prompt:
                 raise ConfigError("the prompt is empty")
             tools.check_row(row.tools_kwargs)
+            _warn_of_an_answer(row.prompt, where)
             if row.id and where_of.setdefault(row.id, where) != where:
                 raise ConfigError(f"id {row.id!r} is that of {where_of[row.id]} too; rename one")
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         checked.append(msgspec.structs.replace(row, where=where))
     return checked
+
+
+def _warn_of_an_answer(prompt: object, where: str) -> None:
+    """It may be meant, but is more often an answer that was left in the data."""
+    last = prompt[-1] if isinstance(prompt, list) else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant":
+        how = "ends with a message of the assistant, and the policy answers behind that"
+        log_failure(logger, where, "the prompt", how, level=logging.WARNING)
 
 
 def _row(given: Any) -> PromptRow:

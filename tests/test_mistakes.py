@@ -19,7 +19,7 @@ import fsm_rollout
 from fsm_rollout.agent import Context
 from fsm_rollout.codec.messages import checked_messages
 from fsm_rollout.config import load_config
-from fsm_rollout.dataset import read_rows
+from fsm_rollout.dataset import checked_rows, read_rows
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.engines.sglang import SGLangEngine
@@ -89,6 +89,14 @@ def test_a_message_may_say_that_it_is_empty() -> None:
         ]
     )
     assert [message["content"] for message in checked] == ["", "", ""]
+
+
+def test_an_answer_left_in_a_row_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    asked = [{"role": "user", "content": "6 * 7?"}]
+    answered = [*asked, {"role": "assistant", "content": "42"}]
+    checked_rows([{"prompt": asked}, {"prompt": answered}, {"prompt": answered}], Toolset([]))
+    [record] = caplog.records
+    assert record.getMessage().startswith("row 2: the prompt ends with a message of the assistant")
 
 
 @pytest.mark.parametrize(
