@@ -124,8 +124,10 @@ def finite(value: Any, *, what: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= FLOAT32_MAX:  # NaN is not
-        raise ValueError(f"{what} must be finite as a float32, got {number}")
+    if not math.isfinite(number):
+        raise ValueError(f"{what} must be finite, got {number}")
+    if abs(number) > FLOAT32_MAX:
+        raise ValueError(f"{what} must be finite in float32, got {number}")
     return number
 
 
