@@ -316,7 +316,7 @@ def test_a_trainer_that_would_drop_what_rollouts_earn_is_told(
 ) -> None:
     own = usable_only(lambda completions, **_: [0.0] * len(completions))
     functions = [own, *[reward] * hands_on]
-    func = RolloutFunc(engine=scripted("done"), tools=[Roll])
+    func = RolloutFunc(engine=scripted(["done"]), tools=[Roll])
     with (
         caplog.at_level(logging.WARNING, "fsm_rollout"),
         training(func, tmp_path, reward_funcs=functions) as trainer,
