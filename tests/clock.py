@@ -52,9 +52,10 @@ class _Jump(selectors.SelectSelector):
 class Unhurried(asyncio.SelectorEventLoop):
     """asyncio's loop, but a machine that stops for a second takes nothing of any deadline.
 
-    Of a wait its timeout counts, and of what runs between two waits the CPU time: the rest is the
-    machine's. It waits in slices, so that a stop in a long wait takes no more than one, and threads
-    that were stopped too get theirs. Nothing is added: no deadline comes early, and each comes.
+    Of a wait its timeout counts, and of what runs between two waits the CPU time, up to a slice (a
+    collection of garbage may take longer): the rest is the machine's. It waits in slices, so that a
+    stop in a long wait takes no more than one, and threads that were stopped too get theirs.
+    Nothing is added: no deadline comes early, and each comes.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class _Measured(selectors.DefaultSelector):
         if self._left is not None:
             ended, cpu = self._left
             ran_s = max(time.thread_time() - cpu, 0.0)  # < 0: it was another thread
-            self._loop.lose(begun - ended - ran_s)
+            self._loop.lose(begun - ended - min(ran_s, _SLICE_S))
         if timeout is not None:
             timeout = min(max(timeout, 0.0), _SLICE_S)
         ready = super().select(timeout)

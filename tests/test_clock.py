@@ -48,3 +48,31 @@ def test_a_stall_while_it_waits_is_no_time(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_deadline_comes_and_never_early() -> None:
     mine, real = asyncio.run(times(asyncio.sleep(0.1)))
     assert 0.099 < mine <= real + 1e-6
+
+
+def burn(seconds: float) -> None:
+    """CPU time, as a collection of garbage takes it."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_what_runs_long_at_a_stretch_counts_no_more_than_a_slice() -> None:
+    async def burns() -> None:
+        burn(STALL_S)
+        await asyncio.sleep(0)
+
+    mine, real = asyncio.run(times(burns()))
+    assert mine < 0.1 < STALL_S <= real
+
+
+def test_a_deadline_comes_to_what_never_waits() -> None:
+    async def spins() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                while True:
+                    burn(0.001)
+                    await asyncio.sleep(0)
+
+    mine, _ = asyncio.run(times(asyncio.wait_for(spins(), 100)))
+    assert mine >= 0.1
