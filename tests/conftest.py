@@ -1,5 +1,5 @@
-"""What every test runs under: no network hub, one thread per process, a Hypothesis profile, and
-event loops to which a machine that stalls is no time (tests/clock.py), no long collections of garbage.
+"""What every test runs under: no network hub, one thread per process, a Hypothesis profile, short
+collections of garbage, and event loops to which a machine that stalls is no time (tests/clock.py).
 
 HYPOTHESIS_PROFILE picks `dev` (default), `ci` (default where CI is set; the same examples in every
 run) or `deep`.
