@@ -62,13 +62,16 @@ class Loop(Hops):
     async def play_and_retry(self, request: Request) -> None:
         """Play `request` to its end, with retries from scratch, and release its tools."""
         try:
-            await self.play(request)
-            while not request.is_done or self._may_retry(request):
+            while True:
+                await self.play(request)
+                may_retry = self._may_retry(request)
                 if request.is_done:
                     await self.release(request)
-                if request.is_done:  # else retried from outside meanwhile
-                    self.machine.fire(Event.RETRY, request)
-                await self.play(request)
+                if not request.is_done:  # retried from outside meanwhile
+                    continue
+                if not may_retry:
+                    return
+                self.machine.fire(Event.RETRY, request)
         finally:
             await self.release(request)
 

@@ -1,4 +1,5 @@
-"""A request that is paused and retried from outside while its tools open or its reward is made."""
+"""A request that is paused and retried from outside: while its tools open or are released, or its
+reward is made."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def retried(
 
 def rollout_of(agent: Agent | None, **parts: Any) -> Rollout:
     engine = ScriptedEngine([CALL, "done"] * 2, tokenizer=TOKENIZER)
-    return Rollout(engine, TOKENIZER, tools=[Box], agent=agent, **parts)
+    return Rollout(engine, TOKENIZER, agent=agent, **{"tools": [Box], **parts})
 
 
 @AGENTS
@@ -109,3 +110,19 @@ def test_it_is_played_again_when_its_reward_was_on_its_way(agent: Agent | None) 
     rollout = rollout_of(agent, reward=reward)
     request = retried(rollout, begun, reason=StopReason.STALE)
     assert (request.status, request.reward, Box.made) == (Status.COMPLETED, 2.0, 2)
+
+
+@AGENTS
+def test_it_is_played_again_when_its_tools_were_being_released(agent: Agent | None) -> None:
+    begun, Box.is_starting = asyncio.Event(), asyncio.Event()
+
+    class Slow(Box):
+        name = "echo"
+
+        async def release(self) -> None:  # type: ignore[override]
+            super().release()
+            begun.set()
+            await asyncio.sleep(0.02)
+
+    request = retried(rollout_of(agent, tools=[Slow]), begun, reason=StopReason.PAUSED)
+    assert (request.status, request.attempt, Box.made) == (Status.COMPLETED, 2, 2)
