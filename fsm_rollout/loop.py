@@ -72,8 +72,16 @@ class Loop(Hops):
                 if not may_retry:
                     return
                 self.machine.fire(Event.RETRY, request)
-        finally:
+        except asyncio.CancelledError:
+            try:
+                await self.release(request)
+            finally:
+                if not request.is_done:  # retried from outside meanwhile
+                    self.abort(request, StopReason.CANCELLED, "cancelled from outside")
+            raise
+        except BaseException:
             await self.release(request)
+            raise
 
     async def play(self, request: Request) -> None:
         """One attempt, fresh or resumed: from PENDING to a terminal status, reward included.

@@ -61,7 +61,7 @@ def retried(
     request, machine = rollout.request("hello"), rollout.loop.machine
 
     async def main() -> None:
-        playing = asyncio.ensure_future(rollout.run(request))
+        playing = asyncio.create_task(rollout.run(request), name="playing")
         await begun.wait()
         machine.fire(Event.ABORT, request, reason)
         machine.fire(Event.RETRY, request)
@@ -113,7 +113,10 @@ def test_it_is_played_again_when_its_reward_was_on_its_way(agent: Agent | None) 
 
 
 @AGENTS
-def test_it_is_played_again_when_its_tools_were_being_released(agent: Agent | None) -> None:
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_it_is_played_again_when_its_tools_were_being_released(
+    agent: Agent | None, *, is_cancelled: bool
+) -> None:
     begun, Box.is_starting = asyncio.Event(), asyncio.Event()
 
     class Slow(Box):
@@ -121,8 +124,15 @@ def test_it_is_played_again_when_its_tools_were_being_released(agent: Agent | No
 
         async def release(self) -> None:  # type: ignore[override]
             super().release()
+            if is_cancelled and not begun.is_set():
+                for task in asyncio.all_tasks():
+                    if task.get_name() == "playing":
+                        task.cancel()
             begun.set()
             await asyncio.sleep(0.02)
 
     request = retried(rollout_of(agent, tools=[Slow]), begun, reason=StopReason.PAUSED)
-    assert (request.status, request.attempt, Box.made) == (Status.COMPLETED, 2, 2)
+    if is_cancelled:
+        assert (request.stop_reason, Box.made) == (StopReason.CANCELLED, 1)
+    else:
+        assert (request.status, request.attempt, Box.made) == (Status.COMPLETED, 2, 2)
