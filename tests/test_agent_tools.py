@@ -8,12 +8,15 @@ pytest.importorskip("transformers")
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsm_rollout
 from fsm_rollout.agent import Context
 from fsm_rollout.codec import Codec
+from fsm_rollout.codec.template import ChatTemplate
 from fsm_rollout.engines.scripted import ScriptedEngine
 from fsm_rollout.errors import ConfigError
 from fsm_rollout.limits import Limits, Status
@@ -185,3 +188,25 @@ def test_a_warning_of_the_model_or_the_template_is_for_all_sets_of_tools(
         "the chat template ignores tools",
         "parser 'hermes' reads no tool call of this model",
     ]
+
+
+def test_a_codec_that_is_being_made_holds_up_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = Codec(TOKENIZER)
+    is_making, may_go_on = threading.Event(), threading.Event()
+    with_tools = ChatTemplate.with_tools
+
+    def slow(self: ChatTemplate, tools: Any) -> ChatTemplate:
+        is_making.set()
+        assert may_go_on.wait(200)
+        return with_tools(self, tools)
+
+    monkeypatch.setattr(ChatTemplate, "with_tools", slow)
+    with ThreadPoolExecutor(2) as threads:
+        making = threads.submit(codec.with_tools, [])
+        assert is_making.wait(200)
+        user = [{"role": "user", "content": "u"}] * 2  # a sequence that nobody has seen yet
+        try:
+            assert threads.submit(codec.delta, None, user).result(100)
+        finally:
+            may_go_on.set()
+        assert making.result(100).tools == ()

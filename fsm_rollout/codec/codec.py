@@ -119,6 +119,7 @@ class Codec:
             raise ConfigError(f"parser is {parser!r}; give a name, or an object with `parse`")
         self.parser = parser
         self._others: dict[str, Codec] = {}
+        self._choosing = threading.Lock()  # not the one that the event loop takes for a delta
         self._told: set[str] = set()  # warnings, shared by all of `_others`
         self._take(template)
         if self.drift:
@@ -147,10 +148,10 @@ class Codec:
         Raises what making one raises.
         """
         key = json.dumps(tools)
-        with self._compiling:
+        with self._choosing:
             if key not in self._others:
                 other = copy(self)
-                other._others = {}
+                other._others, other._choosing = {}, threading.Lock()
                 other._take(self.template.with_tools(tools))
                 if len(self._others) == _OTHERS:
                     del self._others[next(iter(self._others))]
