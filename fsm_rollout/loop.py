@@ -95,15 +95,7 @@ class Loop(Hops):
                 async with clock:
                     while not request.is_done:
                         session = await self._session(request, session)
-                        match request.status:
-                            case status if self.agent and not status.is_terminal:
-                                await self.agent(self, request, session)
-                            case Status.PENDING:
-                                await self.start(request)
-                            case Status.GENERATING:
-                                await self._generate(request)
-                            case Status.TOOL_CALLING:
-                                await self._observe(request, session)
+                        await self._act(request, session)
             except TimeoutError:
                 if not clock.expired():
                     raise
@@ -127,6 +119,17 @@ class Loop(Hops):
                 request.metrics |= {f"tool/{name}": n for name, n in session.by_tool.items()}
 
     # -- one status --------------------------------------------------------------------------------
+
+    async def _act(self, request: Request, session: ToolSession) -> None:
+        match request.status:
+            case status if self.agent and not status.is_terminal:
+                await self.agent(self, request, session)
+            case Status.PENDING:
+                await self.start(request)
+            case Status.GENERATING:
+                await self._generate(request)
+            case Status.TOOL_CALLING:
+                await self._observe(request, session)
 
     async def _generate(self, request: Request) -> None:
         turn = await self.turn(request)
@@ -154,9 +157,6 @@ class Loop(Hops):
         except RewardError as error:
             if request.seq == seq:
                 self.abort(request, StopReason.REWARD_ERROR, str(error))
-        except asyncio.CancelledError:
-            self.abort(request, StopReason.CANCELLED, "cancelled before the reward was there")
-            raise
         else:
             if request.seq == seq:  # else it is late: aborted, or retried, meanwhile
                 earned.record(request)
