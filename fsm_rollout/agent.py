@@ -21,7 +21,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from fsm_rollout.codec import Codec
 from fsm_rollout.codec.messages import Message, checked_messages
-from fsm_rollout.errors import ConfigError, InvariantError, RolloutError, describe, log_failure
+from fsm_rollout.errors import ConfigError, InvariantError, RolloutError
+from fsm_rollout.failures import describe, log_failure
 from fsm_rollout.hops import is_unread
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.loop import Loop, Player

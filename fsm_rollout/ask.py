@@ -18,7 +18,8 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.columns import Columns
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import EngineError, InvariantError, describe, log_failure, shown
+from fsm_rollout.errors import EngineError, InvariantError
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.tools.supervisor import Flight
 from fsm_rollout.turn import FINISHES, Media

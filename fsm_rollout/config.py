@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -16,7 +15,7 @@ import yaml
 from fsm_rollout.dataset import read_file
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.settings import HttpSettings
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, hint
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.registry import where_modules_are
 
@@ -219,9 +218,9 @@ def check_keys(values: Mapping[str, Any], struct: type[msgspec.Struct], path: st
     choices = _choices(struct)
     for key, value in values.items():
         if key not in allowed:
-            raise ConfigError(f"unknown key {path + str(key)!r}; {_hint(str(key), allowed)}")
+            raise ConfigError(f"unknown key {path + str(key)!r}; {hint(str(key), allowed)}")
         if key in choices and isinstance(value, str) and value not in choices[key]:
-            raise ConfigError(f"{path}{key} is {value!r}; {_hint(value, choices[key])}")
+            raise ConfigError(f"{path}{key} is {value!r}; {hint(value, choices[key])}")
         if not isinstance(value, Mapping):
             continue
         if struct is RunConfig and key == "reward":  # its keys are names
@@ -242,18 +241,14 @@ def _in_words(error: msgspec.ValidationError) -> str:
     return f"{key}: {what[:1].lower()}{what[1:]}" if key else what
 
 
-def _hint(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-
-
 def _choices(struct: type[msgspec.Struct]) -> dict[str, set[str]]:
     """The fields that hold one of some words."""
     found = {}
-    for name, hint in get_type_hints(struct).items():
-        literals = [one for one in (hint, *get_args(hint)) if get_origin(one) is Literal]
+    for name, annotation in get_type_hints(struct).items():
+        parts = (annotation, *get_args(annotation))
+        literals = [part for part in parts if get_origin(part) is Literal]
         if literals:
-            found[name] = {str(word) for one in literals for word in get_args(one)}
+            found[name] = {str(word) for part in literals for word in get_args(part)}
     return found
 
 
@@ -273,6 +268,6 @@ def _struct_of(
         if not isinstance(tag, str):
             return None
         if tag not in kinds:
-            raise ConfigError(f"engine.type is {tag!r}; {_hint(tag, kinds)}")
+            raise ConfigError(f"engine.type is {tag!r}; {hint(tag, kinds)}")
         return kinds[tag]
     return nested.get(key)

@@ -13,7 +13,8 @@ from typing import Any, TextIO, TypeVar
 
 import msgspec
 
-from fsm_rollout.errors import ConfigError, log_failure
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.failures import log_failure
 from fsm_rollout.invariants import check
 from fsm_rollout.sample import Sample
 from fsm_rollout.tools.registry import Toolset

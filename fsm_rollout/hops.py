@@ -23,14 +23,8 @@ from fsm_rollout.arrays import int32
 from fsm_rollout.ask import ask
 from fsm_rollout.codec import Codec
 from fsm_rollout.engines.base import Engine, Generation, SamplingParams
-from fsm_rollout.errors import (
-    ConfigError,
-    EngineError,
-    InvariantError,
-    describe,
-    log_failure,
-    shown,
-)
+from fsm_rollout.errors import ConfigError, EngineError, InvariantError
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.states.guards import has_room, needs_observation

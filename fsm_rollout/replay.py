@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.arrays import Ints, int32
-from fsm_rollout.errors import InvariantError, log_failure
+from fsm_rollout.errors import InvariantError
+from fsm_rollout.failures import log_failure
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import os
 import pytest
 from hypothesis import Phase, settings
 
-from fsm_rollout import errors
+from fsm_rollout import failures
 from tests.clock import Unhurried
 
 # Before torch and huggingface_hub are imported; they read these once.
@@ -42,4 +42,4 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _no_failure_was_logged() -> None:
     """What another test logged is not why this one logs less."""
-    errors._failures.clear()
+    failures._failures.clear()

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-from fsm_rollout import errors
+from fsm_rollout import failures
 from fsm_rollout.agent import Context
 from fsm_rollout.engines.scripted import ScriptedEngine
-from fsm_rollout.errors import ToolError, log_failure
+from fsm_rollout.errors import ToolError
+from fsm_rollout.failures import log_failure
 from fsm_rollout.limits import Limits
 from fsm_rollout.request import Request
 from fsm_rollout.rewards import RewardPart
@@ -258,7 +259,7 @@ def test_code_of_a_model_cannot_make_the_log_grow_for_ever(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool that runs it raises where, what and as often as it likes."""
-    monkeypatch.setattr(errors, "_MAX_KINDS", 10)
+    monkeypatch.setattr(failures, "_MAX_KINDS", 10)
     logger = logging.getLogger("fsm_rollout.test")
 
     def ran(number: int) -> Exception:
@@ -271,7 +272,7 @@ def test_code_of_a_model_cannot_make_the_log_grow_for_ever(
 
     for number in range(100):
         log_failure(logger, f"request {number}", "execute of tool python", "failed", ran(number))
-    assert len(errors._failures) == 11
+    assert len(failures._failures) == 11
     assert len(caplog.records) == 10 + len(["the 1st", "the 10th of all others"])
     assert "(no. 10 of further kinds" in caplog.messages[-1]
 

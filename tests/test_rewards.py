@@ -126,7 +126,7 @@ def test_one_part_alone_may_be_the_reward() -> None:
     ("parts", "message"),
     [
         ({"tool/ehco": 1.0}, "did you mean 'echo'"),
-        ({"tool/browser": 1.0}, "no such tool; it has echo"),
+        ({"tool/browser": 1.0}, "no such tool; known: echo"),
         ({"tool/echo": "much"}, "a weight must be a number"),
         ({"turns": float("nan")}, "finite"),
         ({"answer": 1.0}, "give a function"),

@@ -6,6 +6,7 @@ bad sample costs itself: `sift` sets it aside. `require` is for callers that nee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fsm_rollout.errors import ConfigError, HandOverError
+from fsm_rollout.failures import log_failure
 from fsm_rollout.invariants import violations
 from fsm_rollout.limits import Status
 from fsm_rollout.sample import Sample
@@ -26,6 +28,21 @@ class Refused(NamedTuple):
 
     def __str__(self) -> str:
         return f"sample {self.sample.sample_id or self.sample.index}: {self.why}"
+
+
+def log_left_out(
+    logger: logging.Logger,
+    sample: object,
+    how: str,
+    why: str,
+    error: Exception | None = None,
+    *,
+    level: int = logging.WARNING,
+) -> None:
+    """Say that a trainer does not get `sample`, its name. Reasons that begin alike are one."""
+    place = "" if error is not None else why.partition(":")[0]
+    how = f"{how}: {why}"
+    log_failure(logger, f"sample {sample}", "the sample", how, error, level=level, place=place)
 
 
 def sift(

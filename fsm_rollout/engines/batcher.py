@@ -27,7 +27,8 @@ from fsm_rollout.engines.base import Finish, SamplingParams
 from fsm_rollout.engines.kept import Ids, Kept, common
 from fsm_rollout.engines.ragged import SPARE, KeyValues, Span, forward
 from fsm_rollout.engines.sampler import sample
-from fsm_rollout.errors import EngineError, describe, log_failure
+from fsm_rollout.errors import EngineError
+from fsm_rollout.failures import describe, log_failure
 from fsm_rollout.limits import StopReason
 
 logger = logging.getLogger(__name__)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterable, Mapping
 
-from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.errors import ConfigError, RolloutError, hint
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.metrics.batch import metrics_of
 from fsm_rollout.metrics.facts import Facts
@@ -35,9 +34,7 @@ class Alarm:
         known = [str(reason) for reason in StopReason if reason.status is Status.ABORTED]
         for reason in thresholds or {}:
             if reason not in known:
-                near = difflib.get_close_matches(str(reason), known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(f"no request is aborted for {reason!r}; {hint}")
+                raise ConfigError(f"no request is aborted for {reason!r}; {hint(reason, known)}")
         self._thresholds = dict.fromkeys(known, default) | dict(thresholds or {})
         for reason, most in self._thresholds.items():
             if not 0 <= most <= 1:

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, message, shown
+from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.failures import describe, log_failure, message, shown
 from fsm_rollout.request import Request
 from fsm_rollout.rewards.batch import Batcher
 from fsm_rollout.rewards.worker import Workers, check_importable

@@ -8,11 +8,10 @@ without any has the reward None, which is not 0.
 from __future__ import annotations
 
 import asyncio
-import difflib
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, hint
 from fsm_rollout.request import Request
 from fsm_rollout.rewards.part import (
     Given,
@@ -89,10 +88,9 @@ class Rewards:
         for name in given.weights:
             tool = name.removeprefix(TOOL)
             if tool != name and tool not in tools:
-                near = difflib.get_close_matches(tool, tools, 1)
-                known = ", ".join(tools) or "none"
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {known}"
-                raise ConfigError(f"reward {name!r}: the rollout has no such tool; {hint}")
+                raise ConfigError(
+                    f"reward {name!r}: the rollout has no such tool; {hint(tool, tools)}"
+                )
         return given
 
     @property

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from fsm_rollout.errors import describe
+from fsm_rollout.failures import describe
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import (
     FunctionTool,
@@ -36,9 +36,6 @@ from fsm_rollout.tools.supervisor import MAX_THREADS, Flight, gate
 _AT_ONCE = nullcontext()
 _SLICE = 1_000
 """parts of a JSON text that are written before the event loop goes on"""
-
-
-def _nothing() -> None: ...
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -139,7 +136,7 @@ class Instance:
         hook: str,
         arguments: Mapping[str, Any] | None = None,
         *,
-        on_start: Callable[[], None] = _nothing,
+        on_start: Callable[[], None] = lambda: None,
     ) -> Ended:
         """Run a hook with `arguments`, or with the row's kwargs, until it ends or is out of time.
 

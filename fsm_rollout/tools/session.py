@@ -17,7 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsm_rollout.errors import ToolError, log_failure, message
+from fsm_rollout.errors import ToolError
+from fsm_rollout.failures import log_failure, message
 from fsm_rollout.limits import Limits
 from fsm_rollout.tools.base import Tool, ToolResponse, TruncateSide, cut_text, finite
 from fsm_rollout.tools.instance import Ended, Instance
@@ -124,7 +125,7 @@ class ToolSession:
         calls: Sequence[ToolCall],
         *,
         allowed: int,
-        on_start: Callable[[], None] | None = None,
+        on_start: Callable[[], None] = lambda: None,
     ) -> list[CallResult]:
         """Answer every call, in order; run the first min(max_parallel_calls, allowed) good ones.
 
@@ -238,15 +239,14 @@ class ToolSession:
         call: ToolCall,
         instance: Instance,
         arguments: dict[str, Any],
-        on_start: Callable[[], None] | None,
+        on_start: Callable[[], None],
     ) -> CallResult:
         name, started = instance.name, 0.0
 
         def start() -> None:
             nonlocal started
             started = time.perf_counter()
-            if on_start is not None:
-                on_start()
+            on_start()
 
         async with instance.turn():
             if instance.is_busy or not instance.is_live:

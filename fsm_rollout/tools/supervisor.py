@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from fsm_rollout.errors import log_failure
+from fsm_rollout.failures import log_failure
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fsm_rollout.adapters.handover import sift
+from fsm_rollout.adapters.handover import log_left_out, sift
 from fsm_rollout.adapters.slime import record
 from fsm_rollout.adapters.slime.rewards import NO_REWARD, can_score
-from fsm_rollout.errors import log_failure, shown
+from fsm_rollout.failures import shown
 from fsm_rollout.limits import Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -42,7 +42,7 @@ def outcome(args: Any, sample: Any, request: Request, *, has_reward: bool, evalu
         if not rows:
             return failed(sample, str(refused[0]), args, request, evaluation=evaluation)
         for no in refused:
-            _log(sample, f"has one more that is left out: {no}", no.why)
+            log_left_out(logger, sample.index, "has one more that is left out", no.why)
         scores = has_reward or _scores_itself(args, sample)
         if evaluation and scores and can_score(args) and any(row.reward is None for row in rows):
             return failed(sample, NO_REWARD, args, request, evaluation=True)  # slime sums them up
@@ -63,16 +63,9 @@ def failed(
     sample: Any, why: str, args: Any, request: Request | None = None, *, evaluation: bool
 ) -> Any:
     """The sample, FAILED and told in the log."""
-    _log(sample, f"FAILED: {why}", why)
+    log_left_out(logger, sample.index, "FAILED", why)
     record.fail(sample, why, args, request, evaluation=evaluation)
     return sample
-
-
-def _log(sample: Any, how: str, why: str) -> None:
-    """Samples fail for the same reason when that begins alike."""
-    place = why.partition(":")[0]
-    where, what = f"sample {sample.index}", "the sample"
-    log_failure(logger, where, what, how, level=logging.WARNING, place=place)
 
 
 def _scores_itself(args: Any, sample: Any) -> bool:

@@ -37,7 +37,8 @@ from fsm_rollout.dataset import present
 from fsm_rollout.engines.base import SamplingParams
 from fsm_rollout.engines.http import HttpSettings
 from fsm_rollout.engines.sglang import SGLangEngine
-from fsm_rollout.errors import ConfigError, EngineError, GuardRefused, describe, log_failure, shown
+from fsm_rollout.errors import ConfigError, EngineError, GuardRefused
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.rollout import Rollout

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsm_rollout.adapters.advantages import EPSILON, baseline
+from fsm_rollout.adapters.handover import log_left_out
 from fsm_rollout.adapters.slime.config import KEY, config_of
 from fsm_rollout.adapters.slime.record import fail, fault_of, is_status, reward_value
-from fsm_rollout.errors import HandOverError, log_failure
+from fsm_rollout.errors import HandOverError
 from fsm_rollout.tools.registry import Toolset
 
 logger = logging.getLogger(__name__)
@@ -140,8 +141,7 @@ def _alike(args: Any, samples: Sequence[Any], used: Sequence[bool]) -> list[bool
 
 
 def _take_out(args: Any, sample: Any, why: str) -> None:
-    where, how, place = f"sample {sample.index}", f"is not trained: {why}", why.partition(":")[0]
-    log_failure(logger, where, "the sample", how, level=logging.WARNING, place=place)
+    log_left_out(logger, sample.index, "is not trained", why)
     fail(sample, why, args)
 
 

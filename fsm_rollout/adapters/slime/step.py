@@ -22,7 +22,8 @@ from fsm_rollout.adapters.slime.config import sampling_of
 from fsm_rollout.adapters.slime.player import Player, ending, generate, player_of
 from fsm_rollout.adapters.slime.tracker import PLAYED, alarm_of, of_evaluation
 from fsm_rollout.adapters.slime.trainer import part_of
-from fsm_rollout.errors import ConfigError, describe, log_failure, shown
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.metrics import Facts
 
 logger = logging.getLogger(__name__)

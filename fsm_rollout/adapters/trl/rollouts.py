@@ -33,7 +33,8 @@ from fsm_rollout.adapters.trl.trainer import (
 from fsm_rollout.agent import Agent
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import Engine
-from fsm_rollout.errors import ConfigError, describe, log_failure, shown
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.limits import Limits, Status, StopReason
 from fsm_rollout.metrics import Alarm
 from fsm_rollout.request import Request

@@ -25,7 +25,8 @@ from fsm_rollout.adapters.trl.loop_thread import LoopThread
 from fsm_rollout.adapters.trl.rollouts import Entry, play
 from fsm_rollout.adapters.trl.rows import Played, RowSource, prompt_row
 from fsm_rollout.dataset import checked_rows
-from fsm_rollout.errors import ConfigError, RolloutError, describe, log_failure, shown
+from fsm_rollout.errors import ConfigError, RolloutError
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.metrics import metrics_of
 from fsm_rollout.rollout import Rollout
 from fsm_rollout.sample import Sample

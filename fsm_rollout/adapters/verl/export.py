@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fsm_rollout.adapters.handover import sift
+from fsm_rollout.adapters.handover import log_left_out, sift
 from fsm_rollout.adapters.verl.engine import COUNTERS, steps_of
-from fsm_rollout.errors import log_failure
 from fsm_rollout.limits import Limits, StopReason
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample
@@ -57,11 +56,9 @@ def row_of(request: Request, *, pad_id: int) -> tuple[Sample, bool]:
 
 
 def not_handed(sample: Sample, why: str, error: Exception | None = None) -> None:
-    """Tell the log that verl does not get a sample; those whose reason begins alike, but once."""
-    where, how, place = f"sample {sample.sample_id}", f"is not handed to verl: {why}", ""
-    if error is None:
-        place = why.partition(":")[0]
-    log_failure(logger, where, "the sample", how, error, place=place)
+    """Tell the log that verl does not get a sample."""
+    how = "is not handed to verl"
+    log_left_out(logger, sample.sample_id, how, why, error, level=logging.ERROR)
 
 
 def several(request: Request, count: int) -> str:

@@ -47,7 +47,8 @@ from fsm_rollout.adapters.verl.player import Player, player_of
 from fsm_rollout.adapters.verl.settings import settings_of
 from fsm_rollout.adapters.verl.tracked import FACTS, facts, validation_columns
 from fsm_rollout.arrays import FLOAT32_MAX
-from fsm_rollout.errors import ConfigError, HandOverError, shown
+from fsm_rollout.errors import ConfigError, HandOverError
+from fsm_rollout.failures import shown
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request
 from fsm_rollout.sample import Sample

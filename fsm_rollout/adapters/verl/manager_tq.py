@@ -34,7 +34,7 @@ from fsm_rollout.adapters.verl.loop import output_of
 from fsm_rollout.adapters.verl.manager import FsmAgentLoopWorker
 from fsm_rollout.adapters.verl.player import Player
 from fsm_rollout.adapters.verl.tracked import facts, validated
-from fsm_rollout.errors import describe, log_failure, shown
+from fsm_rollout.failures import describe, log_failure, shown
 from fsm_rollout.metrics import Facts, named
 from fsm_rollout.metrics import metrics_of as counted
 from fsm_rollout.request import Request

@@ -26,7 +26,8 @@ from fsm_rollout.config import imported
 from fsm_rollout.dataset import PromptRow
 from fsm_rollout.engines.base import LogProbKind, SamplingParams
 from fsm_rollout.engines.probe import fits
-from fsm_rollout.errors import ConfigError, log_failure, message
+from fsm_rollout.errors import ConfigError
+from fsm_rollout.failures import log_failure, message
 from fsm_rollout.limits import StopReason
 from fsm_rollout.metrics import Alarm, Facts, facts_of
 from fsm_rollout.request import Request

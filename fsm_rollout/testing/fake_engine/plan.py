@@ -6,7 +6,6 @@ and the same order of requests give the same faults.
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 
 from fsm_rollout.config import read_yaml
-from fsm_rollout.errors import ConfigError
+from fsm_rollout.errors import ConfigError, hint
 from fsm_rollout.testing.fake_engine.faults import TRANSPORT, AnyFault
 
 GENERATES = ("/generate", "/inference/v1/generate", "/v1/completions")
@@ -118,7 +117,7 @@ def _check_keys(values: Any) -> None:
         if isinstance(fault, Mapping):
             name = fault.get("type")
             if not isinstance(name, str) or name not in kinds:
-                raise ConfigError(f"unknown fault {name!r} in rules[{i}]; {_hint(name, kinds)}")
+                raise ConfigError(f"unknown fault {name!r} in rules[{i}]; {hint(name, kinds)}")
             fields = ("type", *kinds[name].__struct_fields__)
             _known(fault, fields, f"rules[{i}].fault.")
 
@@ -126,9 +125,4 @@ def _check_keys(values: Any) -> None:
 def _known(values: Any, allowed: Iterable[str], where: str) -> None:
     for key in values if isinstance(values, Mapping) else ():
         if key not in allowed:
-            raise ConfigError(f"unknown key {where + str(key)!r}; {_hint(key, allowed)}")
-
-
-def _hint(word: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), known, 1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown key {where + str(key)!r}; {hint(key, allowed)}")
